@@ -342,6 +342,7 @@ def likeness(estimate: ac.Table, exact: ac.Table) -> float:
     return float(np.corrcoef(both["value_x"], both["value_y"])[0, 1])
 
 
+@pytest.mark.slow
 def test_with_one_pair_attribution_estimates_what_patching_measures(char_tokenizer):
     """At the defaults of both, and in both directions; of different directions the signs are opposite."""
     task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)

@@ -51,7 +51,7 @@ def pruned_one_by_one(model: Any, pair: ac.Pair, cut: float) -> dict[tuple[str, 
     return rises
 
 
-@pytest.mark.parametrize("cut", [1e-3, 2e-2])
+@pytest.mark.parametrize("cut", [pytest.param(1e-3, marks=pytest.mark.slow), 2e-2])
 def test_pruning_is_what_trying_edges_one_by_one_gives(llama, pair, cut):
     expected = pruned_one_by_one(llama, pair, cut)
     frame: Any = prune_edges(llama, pair, cut=cut).frame

@@ -15,6 +15,7 @@ from align_circuits.jobs.executors import SubmittedExecutor, connected
 from align_circuits.jobs.jobs import Job, run_jobs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_sweep_on_dask_survives_the_deaths_of_workers(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)

@@ -143,7 +143,7 @@ class TestBesideLoops:
         again = p_values(model, prompts, NAMES, seed=4)
         assert any((again[name] != one[name]).any() for name in ("lookup", "induction")), "the seed is used"
 
-    @pytest.mark.parametrize("engine", ["fast", "reference"])
+    @pytest.mark.parametrize("engine", ["fast", pytest.param("reference", marks=pytest.mark.slow)])
     def test_a_batch_that_fails_counts_once(self, random_hf_model, char_tokenizer, prompts, engine):
         model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
         one = p_values(model, prompts, NAMES, options=ac.RunOptions(engine=engine))
