@@ -340,7 +340,7 @@ def _draw_cosines(table: Table) -> go.Figure:
         for what in table.where(metric="cosine").frame["what"].unique()
         if not what.endswith(VALUES)
     }
-    return bars(cosines, ["stage", "role"], "cosine, mean over seeds", (-1, 1), height=420)
+    return bars(cosines, ["stage", "role"], "cosine, mean over seeds", (-1.0, 1.0), height=420)
 
 
 def _draw_weights(table: Table, stage: str, role: Role) -> go.Figure:
