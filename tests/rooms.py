@@ -19,9 +19,9 @@ ROOMS = {
     "align_circuits/prompts": (1446, 1300),
     "align_circuits/tables": (1117, 1100),
     "align_circuits/tasks": (2313, 2100),
-    "align_circuits/models": (2910, 2400),
+    "align_circuits/models": (2913, 2400),
     "align_circuits/run": (1806, 1500),
-    "align_circuits/heads": (3393, 2600),
+    "align_circuits/heads": (3394, 2600),
     "align_circuits/circuits": (1252, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (1835, 1700),
@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (2056, 1500),
     "align_circuits/papers": (10596, 8500),
     "hooks": (3470, 2600),
-    "tests": (27882, 20000),
+    "tests": (27892, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
