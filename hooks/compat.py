@@ -537,17 +537,18 @@ def rotate_by_prompt(rotary: Any) -> None:
 
     Left to itself transformers rotates all prompts of a batch by the factors of the longest.
     """
-    if "forward" not in vars(rotary):
-        vars(rotary)["forward"] = partial(_rotated_by_prompt, rotary)
+    vars(rotary)["forward"] = partial(_rotated_by_prompt, rotary.forward)  # which may be accelerate's
 
 
-def _rotated_by_prompt(rotary: Any, residual: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+def _rotated_by_prompt(
+    rotated: Callable[..., Any], residual: Tensor, position_ids: Tensor, *args: Any, **options: Any
+) -> Any:
     """Cosines and sines `[prompt pos d]` of prompts with different lengths."""
     lengths = position_ids.amax(-1)
     angles: list[Tensor] = []
     for length in lengths.unique():
         alike = lengths == length
-        of_length = type(rotary).forward(rotary, residual, position_ids[alike], *args, **options)
+        of_length = rotated(residual, position_ids[alike], *args, **options)
         angles = angles or [part.new_empty(len(lengths), *part.shape[1:]) for part in of_length]
         for whole, part in zip(angles, of_length, strict=True):
             whole[alike] = part
@@ -557,14 +558,14 @@ def _rotated_by_prompt(rotary: Any, residual: Tensor, position_ids: Tensor, *arg
 def norms_heads_together(bridge: Any, layer: int, site: str) -> bool:
     """Whether queries or keys of all heads of a layer are normed as one vector: OLMo 2 and 3, OLMoE.
 
-    A norm of each head by itself (Qwen 3) has the width of one head.
+    A norm of each head by itself has the width of one head (Qwen 3), or a row of weights for each (Cohere).
     """
     if site not in ("q", "k") or not is_bridge(bridge):
         return False
     attention: Any = component(bridge.blocks[layer].attn)
     norm, width = getattr(attention, f"{site}_norm", None), getattr(attention, "head_dim", 0)
     weight = getattr(component(norm), "weight", None) if norm is not None else None
-    return weight is not None and weight.numel() > width > 0
+    return weight is not None and weight.ndim == 1 and len(weight) > width > 0
 
 
 def split_weights_differ(bridge: Any) -> int | None:

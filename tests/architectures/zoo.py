@@ -136,6 +136,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", _GROUPED | _EXPERTS | {"head_dim": 8}),
     "gpt-oss": ("GptOss", _GROUPED | _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "cohere": ("Cohere", _GROUPED),
+    "cohere-qk-norm": ("Cohere", _GROUPED | {"use_qk_norm": True}),
     "cohere2": ("Cohere2", _GROUPED | _WINDOW),
     "stablelm": ("StableLm", _GROUPED),
     "stablelm-parallel": ("StableLm", _GROUPED | {"use_parallel_residual": True}),
