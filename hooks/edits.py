@@ -113,21 +113,27 @@ def changes_of(edits: Sequence[Edit], model: HookedModel, context: BatchContext 
 
 
 def _check_heads_apart(edit: Edit, model: HookedModel) -> None:
-    """Raises where some heads' queries or keys cannot be changed without those of the other heads.
-
-    Raises:
-        ValueError: The model norms the queries or keys of all heads of the layer together, after the site.
-    """
+    """Raises where an edit of some heads' queries or keys would change those of the others (`check_heads_apart`)."""
     if not isinstance(edit, _AtSite) or not len(edit.heads) or edit.site not in ("q", "k"):
         return
     for layer, columns in layers_of(model.cfg, edit.site, edit.heads, ()).items():
         heads = model.cfg.n_heads if edit.site == "q" else getattr(model.cfg, "n_key_value_heads", None)
-        if len(columns) < (heads or model.cfg.n_heads) and compat.norms_heads_together(model, layer, edit.site):
-            raise ValueError(
-                f"site={edit.site!r}: this model norms the {'queries' if edit.site == 'q' else 'keys'} of all heads of "
-                f"layer {layer} together, so a change of one head there rescales the others: take 'rot_{edit.site}', "
-                "which comes after the norm, or name all heads of the layer"
-            )
+        if columns is not None and len(columns) < (heads or model.cfg.n_heads):
+            check_heads_apart(model, layer, edit.site)
+
+
+def check_heads_apart(model: HookedModel, layer: int, site: str) -> None:
+    """Raises where single heads' queries or keys cannot be changed without those of the other heads.
+
+    Raises:
+        ValueError: The model norms the queries or keys of all heads of the layer together, after the site.
+    """
+    if compat.norms_heads_together(model, layer, site):
+        raise ValueError(
+            f"site={site!r}: this model norms the {'queries' if site == 'q' else 'keys'} of all heads of layer {layer} "
+            f"together, so a change of one head there rescales the others: take 'rot_{site}', which comes after the "
+            "norm, or name all heads of the layer"
+        )
 
 
 def as_hooked(changes: Mapping[str, Change], model: HookedModel) -> dict[str, Change]:

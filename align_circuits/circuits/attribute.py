@@ -13,7 +13,7 @@ from torch import Tensor
 
 from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import residual_edges_of
-from align_circuits.hooks.edits import Patch
+from align_circuits.hooks.edits import Patch, check_heads_apart
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.graph import Graph, Reading
 from align_circuits.hooks.heads import heads_of, layers_of
@@ -109,6 +109,8 @@ def attribute_heads(
                 f"no {'scores without a sign' if grad_drop else 'gradient'} at site={site!r}: take 'resid_pre', "
                 "'resid_post', 'mlp_out' or a site of heads; patch_sites measures it"
             )
+        for layer in layers:
+            check_heads_apart(model, layer, site)
     pair = _checked(model, pair, steps, options)
     cfg, device = model.cfg, device_of(model)
     places: list[tuple[Site, int]] = [(site, layer) for site in sites for layer in layers]

@@ -143,6 +143,8 @@ def test_a_query_is_patched_by_itself_or_refused(model, name):
     if name in QUERIES_TOGETHER:
         with pytest.raises(ValueError, match="norms the queries of all heads of layer 0 together"):
             ac.patch_heads(model, pair(), sites=["q"])
+        with pytest.raises(ValueError, match="take 'rot_q', which comes after the norm"):
+            ac.attribute_heads(model, pair(), sites=["q"])
         return
     fast, reference = (
         ac.patch_heads(model, pair(), sites=["q"], options=ac.RunOptions(engine=engine)).frame["value"].to_numpy()
