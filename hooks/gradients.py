@@ -74,10 +74,12 @@ def gradients_at(
         probes.check()
         if logits.isnan().any():
             padded = not bool(mask.all()) and logits.dtype == torch.float64
-            reason = (
-                "padding in float64, take prompts of one length" if padded else "its weights, or too narrow a dtype"
+            remedy = (
+                "take prompts of one length in float64"
+                if padded
+                else "its weights are broken, or its dtype is too narrow"
             )
-            raise ValueError(f"the model's logits are NaN: {reason}")
+            raise ValueError(f"the model's logits are NaN: {remedy}")
         activations = [kept[name] for name in names]
         scalars = scalar(logits)
         passes = [
