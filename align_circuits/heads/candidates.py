@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from numpy import ndarray
 
@@ -27,8 +28,11 @@ def chance_of(prompts: Prompts, roles: Sequence[str]) -> dict[str, float]:
     """Returns the score of a head that attends to all candidates of a role alike: the mean share that are keys."""
     chance = {}
     for role in roles:
-        keys, candidates = prompts.relations[role].expand()
-        chance[role] = float((keys.sum(1) / candidates.sum(1)).mean())
+        relation, shares = prompts.relations[role], []
+        for rows in torch.arange(len(relation)).split(4096):  # a row takes a place for each token of its prompt
+            keys, candidates = relation.expand(rows)
+            shares.append(keys.sum(1) / candidates.sum(1))
+        chance[role] = float(torch.cat(shares).mean())
     return chance
 
 
