@@ -21,15 +21,15 @@ ROOMS = {
     "align_circuits/tasks": (2313, 2100),
     "align_circuits/models": (2913, 2400),
     "align_circuits/run": (1806, 1500),
-    "align_circuits/heads": (3394, 2600),
-    "align_circuits/circuits": (1252, 1100),
+    "align_circuits/heads": (3398, 2600),
+    "align_circuits/circuits": (1254, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (1835, 1700),
     "align_circuits/training": (1608, 1400),
     "align_circuits/cli": (2056, 1500),
     "align_circuits/papers": (10596, 8500),
-    "hooks": (3470, 2600),
-    "tests": (27892, 20000),
+    "hooks": (3479, 2600),
+    "tests": (27895, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
