@@ -185,7 +185,7 @@ def looped(name: str, config: ac.TuneConfig) -> Iterator[float]:
 
 def beside_a_loop(name: str, steps: int) -> None:
     """Prints how much longer `tune` takes than the loop, a step of which is run before each of its own."""
-    config = replace(ac.TuneConfig(**(tuning.TOY_LLAMA if name == "toy-llama" else {})), steps=steps)
+    config = replace(ac.TuneConfig.preset("small" if name == "toy-llama" else "paper"), steps=steps)
     model, loop, losses, plain, probes = ac.load(name, dtype=torch.float32), looped(name, config), [], [], []
     next(loop)
     real, probed = tuning._loss, Probe.measure

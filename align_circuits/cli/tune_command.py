@@ -11,11 +11,12 @@ from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.one_pass import score_and_evaluate
+from align_circuits.models.loading import parameters_in
 from align_circuits.report import plots
 from align_circuits.report.localize_report import save_localization
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import evaluate
-from align_circuits.training.tuning import TOY_LLAMA, TuneConfig, tune
+from align_circuits.training.tuning import TuneConfig, described, preset_for, tune
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,21 @@ class Tune(PromptVerb):
     """Of the tuning and of the prompts."""
     config: tyro.conf.OmitArgPrefixes[TuneConfig] = field(default_factory=TuneConfig)
     """How it is tuned."""
-    defaults: Literal["toy-llama", "paper"] | None = None
-    """Which defaults apply to settings that are left out: those made for "toy-llama" (of `reproduce icatune/fig4`) or
-    the paper's, which are shown here. By default the former for that model (200 steps, batch 8, lr 3e-3, alpha 64, no
-    dropout, projections q, k, v and o, loss on all examples, a probe of 10 prompts every 5 steps), the latter for
-    others."""
+    preset: Literal["small", "paper"] | None = None
+    """Which defaults apply to settings that are left out: "small" (200 steps, batch 8, lr 3e-3, alpha 64, no dropout,
+    projections q, k, v and o, loss on all examples, a probe of 10 prompts every 5 steps) or the paper's for 8B models,
+    which are shown here. By default the former below a billion parameters, the latter above."""
     heads: bool = True
     """Whether `localize` names the tuned model's heads and ablates them."""
 
     def with_defaults(self, arguments: Sequence[str]) -> "Tune":
-        """Returns the verb with the settings made for toy-llama, if those apply."""
-        if (self.defaults or self.model) != "toy-llama":
+        """Returns the verb with the settings of its preset where none are given."""
+        try:
+            preset = self.preset or preset_for(parameters_in(self.model, self.revision))
+        except (ValueError, OSError):  # `load` says what is wrong with the model
             return self
-        settings = dict(TOY_LLAMA)
-        if self.config.method == "standard":
-            del settings["loss_on"]  # a prompt of one example has one output to take the loss on
-        default = Tune(config=TuneConfig(**settings))
-        verb = tyro.cli(Tune, args=arguments, default=default, prog="align-circuits tune")
-        kept = ", ".join(f"{name} {value}" for name, value in settings.items() if getattr(verb.config, name) == value)
-        print(f"settings made for toy-llama: {kept}")
-        return verb
+        default = Tune(preset=preset, config=TuneConfig.preset(preset, method=self.config.method))
+        return tyro.cli(Tune, args=arguments, default=default, prog="align-circuits tune")
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
@@ -63,6 +59,8 @@ class Tune(PromptVerb):
         if naming and self.count < 8:
             raise ValueError(f"n={self.count}: give at least 8 prompts to choose heads and to test them, or --no-heads")
         model, prompts, _ = self.prepare()
+        preset = f" of preset {self.preset}, but for what was given" if self.preset else ""
+        print(f"settings{preset}: {described(self.config)}", flush=True)
         if self.config.method == "standard":
             prompts = replace(self.task, n_examples=0).sample(self.count, model.tokenizer, seed=self.seed)
         run = tune(model, self.task, self.config, seed=self.seed, out=results.new, state=results.folder)

@@ -137,6 +137,19 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
         raise _broken(path, error) from error
 
 
+def gguf_parameters(path: Path) -> int:
+    """Returns how many weights a GGUF file holds, from its header.
+
+    Raises:
+        ImportError: The package `gguf` is missing.
+        ValueError: The file is broken.
+    """
+    _header(path)
+    from gguf import GGUFReader
+
+    return sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+
+
 def _header(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns a file's metadata, with the length of every array in its place, and the names of its tensors."""
     if importlib.util.find_spec("gguf") is None:

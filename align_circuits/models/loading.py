@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,7 +45,7 @@ from align_circuits.models.folder_checks import (
     shapes_in,
     stored_dtype,
 )
-from align_circuits.models.gguf_files import gguf_tokenizer, read_gguf
+from align_circuits.models.gguf_files import gguf_parameters, gguf_tokenizer, read_gguf
 from align_circuits.models.protocol import HookedModel, parameters_of
 from align_circuits.models.quantization import Quantization, keep_exact, quantization_config
 from align_circuits.models.smollm2 import converted_smollm2
@@ -172,6 +173,17 @@ def _device(name: str | torch.device | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={str(name)!r}, but PyTorch finds no CUDA device: leave device out to run on the CPU")
     return device
+
+
+def parameters_in(source: str | Path, revision: str | None = None) -> int:
+    """Returns how many weights a model has, from the headers of its files.
+
+    Raises:
+        ValueError: There is no such model, or a file of it is truncated.
+    """
+    bundled = BUNDLED.get(str(source))
+    place = _place(source if bundled is None else bundled(), revision)
+    return gguf_parameters(place) if is_gguf(place) else sum(map(prod, shapes_in(place)))
 
 
 def is_gguf(place: Path) -> bool:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from align_circuits.checks import checked
 from align_circuits.hooks import compat
@@ -25,7 +26,7 @@ from align_circuits.jobs.files import writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
-from align_circuits.models.protocol import HookedModel, check_fits, model_provenance
+from align_circuits.models.protocol import HookedModel, check_fits, model_provenance, parameters_of
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
@@ -42,25 +43,34 @@ IGNORED = -100
 PROBE_SEED, DATASET_SEED = 10**9, 2 * 10**9
 """Added to the seed for the probes' prompts and for the finite dataset, so that neither repeats a user's prompts."""
 
-TOY_LLAMA: Mapping[str, Any] = {
-    "loss_on": "all",
-    "steps": 200,
-    "batch": 8,
-    "lr": 3e-3,
-    "r": 16,
-    "alpha": 64.0,
-    "dropout": 0.0,
-    "projections": ("q", "k", "v", "o"),
-    "probe_every": 5,
-    "probe_prompts": 10,
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "small": {
+        "loss_on": "all",
+        "steps": 200,
+        "batch": 8,
+        "lr": 3e-3,
+        "r": 16,
+        "alpha": 64.0,
+        "dropout": 0.0,
+        "projections": ("q", "k", "v", "o"),
+        "probe_every": 5,
+        "probe_prompts": 10,
+    },
+    "paper": {},
 }
-"""Arguments of `TuneConfig` that suit the bundled model: at most 5 minutes on two cores."""
+"""Arguments of `TuneConfig` by name. `"small"` was found on the bundled Llama, where it takes at most 5 minutes on two
+cores; by `"paper"`, made for 8 billion parameters, that model does not learn to align in 1,000 updates."""
+
+SMALL = 1_000_000_000
+"""Models with fewer parameters are tuned by the preset `"small"` where no settings are given."""
 
 
 @checked
 @dataclass(frozen=True)
 class TuneConfig:
-    """How a model is tuned; the defaults are those of Agarwal and Sarawagi (2025), §4 and App. C.
+    """How a model is tuned; the defaults are those of Agarwal and Sarawagi (2025), §4 and App. C, for 8B models.
+
+    `TuneConfig.preset("small")` has those for small models.
 
     Raises:
         ValueError: A number outside its range, or a choice that does not fit the method.
@@ -108,6 +118,24 @@ class TuneConfig:
     """Prompts in a probe, this many in distribution and as many out of it. Default: as many as in an update, at most
     10, so that probes every 10 steps take no more than a tenth of the time (`benchmarks/tuning.py`). For updates of one
     prompt, 10 give less noisy curves and take four tenths of the time."""
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> "TuneConfig":
+        """Returns the settings that suit a size of models, changed where asked.
+
+        Args:
+            name: `"small"`, which `tune` takes by default below a billion parameters, or `"paper"`.
+            changes: Settings in place of the preset's.
+
+        Raises:
+            ValueError: No such preset.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"no preset {name!r}: choose {' or '.join(map(repr, PRESETS))}")
+        settings = dict(PRESETS[name])
+        if changes.get("method") == "standard":
+            settings.pop("loss_on", None)  # a prompt of one example has one output to take the loss on
+        return cls(**settings | changes)
 
     def __post_init__(self):
         for name, allowed in (("method", ("ica", "standard")), ("loss_on", ("last", "all"))):
@@ -234,7 +262,8 @@ def tune(
             are other prompts of the task; of prompts, a fifth of them is held out and never learned from (related
             ones, `Prompts.group`, stay together), and probes measure all of these, or `probe_prompts` of them. The
             loss of such tasks is the mean over all targets of an update.
-        config: The settings; by default those of the paper. `method="standard"` and `dataset_size` are for
+        config: The settings; by default `TuneConfig.preset("small")` below a billion parameters and those of the paper
+            above, which is printed and stands in the provenance. `method="standard"` and `dataset_size` are for
             `Seq2SeqTask`.
         roles: With prompts: the relations that probes score heads on, as in `localize`.
         clamps: Heads whose attention stays clamped in every update and every probe; what they attend to then teaches
@@ -251,7 +280,10 @@ def tune(
         ImportError: `four_bit` without bitsandbytes.
         FloatingPointError: A loss or gradient that is not finite.
     """
-    config = config or TuneConfig()
+    preset = None if config else preset_for(sum(weight.numel() for _, weight in parameters_of(model)))
+    config = config or TuneConfig.preset(preset or "paper")
+    if preset and progress:
+        tqdm.write(f'settings of TuneConfig.preset("{preset}"): {described(config)}')
     task = as_task(task, None, roles)
     data = _TuningData.of(model, task, config, seed)
     for prompts in data.probes.values():
@@ -296,7 +328,12 @@ def tune(
     )
     provenance = Provenance(
         "tune",
-        settings={"config": json.loads(json.dumps(asdict(config))), "seed": seed, **edits_provenance(clamps)},
+        settings={
+            "config": json.loads(json.dumps(asdict(config))),
+            **({"preset": preset} if preset else {}),
+            "seed": seed,
+            **edits_provenance(clamps),
+        },
         model=model_provenance(model),
         data={"task": dict(data.probes[False].task), "digest": [prompts.digest for prompts in data.probes.values()]},
         engine="fast",
@@ -307,6 +344,18 @@ def tune(
             save_adapter(adapted, new / "adapter")
             table.save(new)
     return TuneRun(bridge, table, run.log, config, folder)
+
+
+def preset_for(parameters: int) -> Literal["small", "paper"]:
+    """Returns the name of the preset for a model of so many parameters."""
+    return "small" if parameters < SMALL else "paper"
+
+
+def described(config: TuneConfig) -> str:
+    """Returns the settings that are not the paper's, in words."""
+    own, paper = asdict(config), asdict(TuneConfig(method=config.method))
+    changed = [f"{name} {value}" for name, value in own.items() if value != paper[name] and name != "method"]
+    return ", ".join(changed) or "as in the paper"
 
 
 @dataclass(frozen=True)

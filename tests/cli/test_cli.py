@@ -16,7 +16,7 @@ from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
 from align_circuits.cli.verb import PromptVerb
 from align_circuits.report.page import MAX_BYTES, packed
 from align_circuits.tables.tables import Table
-from align_circuits.training.tuning import TOY_LLAMA, TuneConfig
+from align_circuits.training.tuning import TuneConfig
 
 SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
 
@@ -199,13 +199,14 @@ def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tiny, tmp_path, cap
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], TuneConfig(**TOY_LLAMA)),
-        (["--steps", "7"], TuneConfig(**{**TOY_LLAMA, "steps": 7})),
-        (["--steps", str(TuneConfig().steps)], TuneConfig(**{**TOY_LLAMA, "steps": TuneConfig().steps})),
-        (["--steps", "7", "--defaults", "paper"], TuneConfig(steps=7)),
+        ([], TuneConfig.preset("small")),
+        (["--steps", "7"], TuneConfig.preset("small", steps=7)),
+        (["--steps", str(TuneConfig().steps)], TuneConfig.preset("small", steps=TuneConfig().steps)),
+        (["--method", "standard"], TuneConfig.preset("small", method="standard")),
+        (["--steps", "7", "--preset", "paper"], TuneConfig(steps=7)),
     ],
 )
-def test_the_bundled_model_is_tuned_by_settings_of_its_own_where_none_is_given(
+def test_a_small_model_is_tuned_by_settings_made_for_small_ones_where_none_is_given(
     tmp_path, capsys, monkeypatch, options, expected
 ):
     def stop(_model, _task, config, **_):
@@ -215,7 +216,8 @@ def test_the_bundled_model_is_tuned_by_settings_of_its_own_where_none_is_given(
     monkeypatch.setattr("align_circuits.cli.tune_command.tune", stop)
     assert main(["tune", *options, "--n", "8", "--out", str(tmp_path)]) == 2
     printed = capsys.readouterr()
-    assert "far enough" in printed.err and ("settings made for toy-llama" in printed.out) == ("paper" not in options)
+    assert "far enough" in printed.err
+    assert f"settings of preset {'paper' if 'paper' in options else 'small'}" in printed.out
 
 
 def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, capsys, monkeypatch):

@@ -24,6 +24,7 @@ from align_circuits.prompts.prompts import Role
 from align_circuits.prompts.relations import Relation
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tasks.own_prompts import OwnPrompts
+from align_circuits.training import tuning
 from align_circuits.training.probe import PROBED
 from align_circuits.training.tuning import PROBE_SEED, TuneConfig, _TuningData, tune
 
@@ -336,6 +337,27 @@ def test_four_bit_on_a_cpu_that_dequantises_wrongly_is_refused(random_hf_model, 
 def test_a_config_that_cannot_be_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         TuneConfig(**config)
+
+
+@pytest.mark.parametrize(("smallest_large_model", "preset"), [(10**9, "small"), (10, "paper")])
+def test_settings_that_are_left_out_go_by_the_size_of_the_model(
+    llama, monkeypatch, capsys, smallest_large_model, preset
+):
+    monkeypatch.setattr(tuning, "SMALL", smallest_large_model)
+    monkeypatch.setattr(tuning, "PRESETS", {"small": {"steps": 1}, "paper": {"steps": 2}})
+    run = tune(llama, TASK)
+    assert run.config == TuneConfig(steps={"small": 1, "paper": 2}[preset])
+    assert run.table.provenance.settings["preset"] == preset
+    assert f'TuneConfig.preset("{preset}"): steps' in capsys.readouterr().out
+    assert "preset" not in tune(llama, TASK, run.config, progress=False).table.provenance.settings
+
+
+def test_presets():
+    assert TuneConfig.preset("paper", steps=3) == TuneConfig(steps=3)
+    assert TuneConfig.preset("small").loss_on == "all" and TuneConfig.preset("small", lr=1.0).lr == 1.0
+    assert TuneConfig.preset("small", method="standard").loss_on == "last"
+    with pytest.raises(ValueError, match="no preset 'large': choose 'small' or 'paper'"):
+        TuneConfig.preset("large")
 
 
 def test_a_probe_is_no_larger_than_an_update_unless_asked_to_be():

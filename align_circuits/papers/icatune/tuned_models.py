@@ -20,12 +20,12 @@ from align_circuits.tables.emergence_times import best_head as best_of_last
 from align_circuits.tables.tables import VALUES, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.training.probe import PROBED
-from align_circuits.training.tuning import TOY_LLAMA, TuneConfig, TuneRun, tune
+from align_circuits.training.tuning import PRESETS, TuneConfig, TuneRun, tune
 
 TASK: Mapping[str, Any] = {"x_len": 5, "phrase_len": 2, "n_examples": 10}
 """What the bundled model is tuned on."""
 
-TOY: Mapping[str, Any] = TOY_LLAMA
+TOY: Mapping[str, Any] = PRESETS["small"]
 """How the bundled model is tuned: at most 5 minutes on two cores."""
 
 PAPER: Mapping[str, Any] = {"precision": "bf16", "checkpointing": True, "probe_prompts": 10}
