@@ -482,14 +482,14 @@ class AblationBaseline:
 
 
 def groups_of(prompts: Prompts) -> Int[Tensor, "prompt pos"]:
-    """Returns the group of each token: its role, and whether it belongs to the test example.
+    """Returns the group of each token: its kind, and whether it belongs to the test example.
 
     Means over groups keep what all prompts have in common at such tokens, so that ablating a head removes only what it
     carries about this prompt. Means over single positions keep more than that where all prompts share a layout (a
     previous-token head, ablated so, still works); means over all positions keep less.
     """
     tested = prompts.example == prompts.example.amax(1, keepdim=True)
-    return 2 * prompts.roles + tested.long()
+    return 2 * prompts.token_kinds + tested.long()
 
 
 @checked
@@ -498,7 +498,7 @@ class Ablate(_AtSite):
     """Removes the output of heads or layers.
 
     - `"zero"`: it becomes 0.
-    - `"mean"`: its mean over tokens of the same role in the reference prompts (`groups_of`).
+    - `"mean"`: its mean over tokens of the same kind in the reference prompts (`groups_of`).
     - `"resample"`: its value at the same position of the next reference prompt: prompt i gets i + 1, the last the
       first. The reference prompts must be as many and as long as those that run.
 
@@ -536,9 +536,9 @@ class Ablate(_AtSite):
         means = by_name[old.name].to(old.values.device)
         means = means if old.columns is None else means.index_select(1, old.columns)
         by_token = means[old.of_tokens(groups_of(old.context.prompts))]
-        # Means of roles that the baseline lacks are NaN. At padding, which nothing reads, they become 0.
+        # Means of kinds that the baseline lacks are NaN. At padding, which nothing reads, they become 0.
         if by_token[old.of_tokens(old.context.prompts.mask)].isnan().any():
-            raise ValueError("the prompts have tokens of a role that the reference prompts lack: take others")
+            raise ValueError("the prompts have tokens of a kind that the reference prompts lack: take others")
         return by_token.nan_to_num(0)
 
 

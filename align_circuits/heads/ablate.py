@@ -17,7 +17,7 @@ from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
 from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.protocol import HookedModel, model_provenance, provenance_of
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import BOTH, Metric, TargetMetrics, by_kind
@@ -125,9 +125,9 @@ def ablation_baseline(
         _check_resampling(prompts)
         return AblationBaseline(values=capture(model, prompts, names, options=options))
     if any(map(is_pattern, names)):
-        raise ValueError("a pattern has no mean over tokens of a role: resample it, set it to zero, or clamp it")
+        raise ValueError("a pattern has no mean over tokens of a kind: resample it, set it to zero, or clamp it")
     # Within a call that ablates several times, such as `localize`, each mean is measured once.
-    measured_on = (prompts.digest, prompts.roles.numpy().tobytes(), options.engine, options.batch_size)
+    measured_on = (prompts.digest, prompts.token_kinds.numpy().tobytes(), options.engine, options.batch_size)
     means: dict[str, Tensor] = once_a_call(model, ("means", *measured_on), dict)
     if missing := [name for name in names if name not in means]:
         identity = {"verb": "ablation_baseline", "model": model_provenance(model), "prompts": prompts.digest}
@@ -152,7 +152,7 @@ def _means_by_group(
     model: HookedModel, prompts: Prompts, names: Sequence[str], options: RunOptions
 ) -> Float[Tensor, "hook group ..."]:
     """The mean activation at each hook point of each group of tokens."""
-    group, count = groups_of(prompts), 2 * len(Role)
+    group, count = groups_of(prompts), 2 * len(TokenKind)
     sums: dict[str, Tensor] = {}
     seen = {name: torch.zeros(len(prompts), dtype=torch.bool) for name in names}
 

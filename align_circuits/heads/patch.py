@@ -18,7 +18,7 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site
 from align_circuits.hooks.probes import check_hook_points
 from align_circuits.models.protocol import HookedModel
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import BOTH, TargetMetrics, by_kind
@@ -204,7 +204,7 @@ def _patching_table(
 def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
     """Returns the tokens of the earlier examples, of the test input, and of the test output from the colon on."""
     tested = (prompts.example == prompts.example.amax(1, keepdim=True)) & prompts.mask
-    symbols = tested & (prompts.roles == Role.INPUT)
+    symbols = tested & (prompts.token_kinds == TokenKind.INPUT)
     return {"examples": prompts.mask & ~tested, "test input": symbols, "test output": tested & ~symbols}
 
 

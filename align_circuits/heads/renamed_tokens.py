@@ -21,7 +21,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.models.protocol import HookedModel
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import Relation
 from align_circuits.run.alike_prompts import Rows, forward_alike
 from align_circuits.run.forward_pass import OnPattern
@@ -39,7 +39,7 @@ _NAMES = 7
 _QUERIES = 8
 """Queries that are tested; each takes seven runs of one prompt, and seven of its last token alone in each."""
 
-_STRUCTURE = (Role.PAD, Role.BOS, Role.COLON, Role.SEPARATOR)
+_STRUCTURE = (TokenKind.PAD, TokenKind.BOS, TokenKind.COLON, TokenKind.SEPARATOR)
 """Tokens that are never renamed."""
 
 
@@ -168,7 +168,7 @@ class _Queries:
 
 def _names(prompts: Prompts) -> Int[Tensor, " token"]:
     """The tokens that can stand for each other."""
-    return prompts.inputs[prompts.mask & ~torch.isin(prompts.roles, torch.tensor(_STRUCTURE))].unique()
+    return prompts.inputs[prompts.mask & ~torch.isin(prompts.token_kinds, torch.tensor(_STRUCTURE))].unique()
 
 
 def _exchanged(tokens: Int[Tensor, " pos"], new: Int[Tensor, ""]) -> Int[Tensor, " pos"]:

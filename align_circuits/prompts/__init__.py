@@ -3,7 +3,7 @@
 Token ids, or what a task drew, come in; `Prompts` with their `Relation`s go out, and every other room reads them.
 """
 
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import Relation
 
-__all__ = ["Prompts", "Relation", "Role"]
+__all__ = ["Prompts", "Relation", "TokenKind"]

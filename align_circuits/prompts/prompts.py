@@ -43,7 +43,7 @@ alignment (`"memoryless"` knows the automata, not which symbol is next; `"histor
 so far), and exact lookup in the examples."""
 
 
-class Role(IntEnum):
+class TokenKind(IntEnum):
     """What a token is in its prompt."""
 
     PAD = 0
@@ -77,8 +77,8 @@ class Prompts:
     """Token ids, padded on the left; or vectors, for models without a vocabulary."""
     mask: Bool[Tensor, "prompt pos"]
     """True at real tokens."""
-    roles: Int[Tensor, "prompt pos"]
-    """The `Role` of each token."""
+    token_kinds: Int[Tensor, "prompt pos"]
+    """The `TokenKind` of each token."""
     example: Int[Tensor, "prompt pos"]
     """The in-context example of each token, from 0; the test example is the highest; `relations.IGNORE` outside all."""
     targets: pd.DataFrame
@@ -110,7 +110,7 @@ class Prompts:
 
     def __post_init__(self):
         shape = tuple(self.inputs.shape[:2])
-        for name in ("mask", "roles", "example"):
+        for name in ("mask", "token_kinds", "example"):
             if (size := tuple(getattr(self, name).shape)) != shape:
                 raise ValueError(f"{name} has shape {size}, but the inputs are {shape}: give one entry for each token")
         sizes = {f"positions[{name!r}]": columns for name, columns in self.positions.items()}
@@ -278,7 +278,7 @@ class Prompts:
 
         return replace(
             kept,
-            **{name: getattr(self, name)[chosen] for name in ("inputs", "mask", "roles", "example")},
+            **{name: getattr(self, name)[chosen] for name in ("inputs", "mask", "token_kinds", "example")},
             targets=kept.targets.assign(prompt=new_prompt[old_rows].numpy()),
             relations={name: moved(relation) for name, relation in kept.relations.items()},
             latent={name: value[chosen] for name, value in self.latent.items()},
@@ -425,7 +425,7 @@ class Prompts:
         return cls(
             inputs,
             mask,
-            roles=torch.where(mask, Role.TEXT.value, Role.PAD.value),
+            token_kinds=torch.where(mask, TokenKind.TEXT.value, TokenKind.PAD.value),
             example=torch.where(mask, 0, IGNORE),
             targets=targets,
             relations=made,
@@ -703,7 +703,7 @@ def _check_keys(relations: Mapping[str, Relation]) -> None:
 _FLAGS = ("name", "keys_before_query", "exchangeable")
 """The fields of a relation that are no tensors."""
 
-_TENSORS = ("inputs", "mask", "roles", "example", "answer_tokens")
+_TENSORS = ("inputs", "mask", "token_kinds", "example", "answer_tokens")
 
 
 def next_token_targets(

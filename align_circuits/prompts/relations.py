@@ -292,7 +292,7 @@ def with_candidates(relation: Relation, also: Bool[Tensor, "prompt pos"]) -> Rel
 
     The notebook released with Agarwal & Sarawagi (2025) lets earlier output tokens of the test example compete for the
     alignment's argmax:
-    `also = (prompts.roles == Role.OUTPUT) & (prompts.example == prompts.example.amax(1, keepdim=True))`.
+    `also = (prompts.token_kinds == TokenKind.OUTPUT) & (prompts.example == prompts.example.amax(1, keepdim=True))`.
 
     Raises:
         ValueError: The rows have different candidates, so that it is unclear which of them to widen.

@@ -383,7 +383,7 @@ def repeat(prompts: Prompts, times: int) -> Prompts:
     """Returns prompts several times over, without targets and labels: all of them, then all of them again."""
     if times == 1:
         return prompts
-    parts = {name: getattr(prompts, name).repeat(times, 1) for name in ("inputs", "mask", "roles", "example")}
+    parts = {name: getattr(prompts, name).repeat(times, 1) for name in ("inputs", "mask", "token_kinds", "example")}
     return replace(
         prompts,
         **parts,

@@ -80,7 +80,7 @@ def in_context(
         test,
         inputs=inputs,
         mask=torch.ones_like(inputs, dtype=torch.bool),
-        roles=places.roles.expand_as(inputs),
+        token_kinds=places.token_kinds.expand_as(inputs),
         example=places.example.expand_as(inputs),
         targets=targets.assign(**references),
         relations=relations,

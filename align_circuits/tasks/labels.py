@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.prompts.prompts import KINDS, Prompts, Role, next_token_targets
+from align_circuits.prompts.prompts import KINDS, Prompts, TokenKind, next_token_targets
 from align_circuits.prompts.relations import IGNORE, Relation, duplicate_token, induction, previous_token
 from align_circuits.tasks.layout import FIXED, Layout
 from align_circuits.tasks.token_ids import TokenIds
@@ -47,7 +47,7 @@ def prompts_of(
     return Prompts(
         inputs=inputs,
         mask=torch.ones_like(inputs, dtype=torch.bool),
-        roles=places.roles.expand_as(inputs),
+        token_kinds=places.token_kinds.expand_as(inputs),
         example=places.example.expand_as(inputs),
         targets=targets.assign(**{name: values.flatten().numpy() for name, values in references.items()}),
         relations=relations,
@@ -57,7 +57,7 @@ def prompts_of(
         tokenizer_hash=ids.tokenizer_hash,
         task={
             **task,
-            "bos": bool(places.roles[0] == Role.BOS),
+            "bos": bool(places.token_kinds[0] == TokenKind.BOS),
             "aligned": list(aligned),
             "symbols": list(ids.symbols),
             "fixed": list(ids.fixed),
@@ -121,7 +121,7 @@ def _align(
 ) -> Relation:
     """From the first letter of a phrase to its input position, among the test input."""
     n, test = int(rows["prompt"][-1]) + 1, places.inputs[-1]
-    key = torch.full((len(places.roles),), IGNORE)
+    key = torch.full((len(places.token_kinds),), IGNORE)
     key[test] = torch.arange(len(test))
     first = torch.arange(0, len(phrase), places.outputs.shape[2])
     return Relation(

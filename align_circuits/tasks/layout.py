@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from align_circuits.prompts.prompts import Role
+from align_circuits.prompts.prompts import TokenKind
 from align_circuits.prompts.relations import IGNORE
 
 Style = Literal["standard", "pre-aligned", "marked"]
 
-FIXED = (Role.BOS, Role.COLON, Role.SEPARATOR, Role.MARKER)
+FIXED = (TokenKind.BOS, TokenKind.COLON, TokenKind.SEPARATOR, TokenKind.MARKER)
 """The tokens that are the same in every prompt."""
 
 
@@ -21,8 +21,8 @@ FIXED = (Role.BOS, Role.COLON, Role.SEPARATOR, Role.MARKER)
 class Layout:
     """The positions of a prompt: one row of tokens, the same for all prompts of a task."""
 
-    roles: Int[Tensor, " pos"]
-    """The `Role` of each token."""
+    token_kinds: Int[Tensor, " pos"]
+    """The `TokenKind` of each token."""
     example: Int[Tensor, " pos"]
     """The example of each token, the test example last; `IGNORE` for BOS."""
     inputs: Int[Tensor, "example symbol"]
@@ -59,39 +59,39 @@ def layout_of(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: b
     after a copy of the symbol it is aligned with. marked: a marker before every symbol and every letter.
     """
     count = n_examples + 1
-    columns = {role: index for index, role in enumerate(FIXED)}
+    columns = {kind: index for index, kind in enumerate(FIXED)}
     x_start = len(FIXED)
     y_start = x_start + count * x_len
     copy_start = y_start + count * x_len * phrase_len
     marked, copied = style == "marked", style == "pre-aligned"
-    tokens: list[tuple[Role, int, int]] = []  # role, example, index
+    tokens: list[tuple[TokenKind, int, int]] = []  # kind, example, index
 
-    def put(role: Role, example: int, index: int | None = None) -> int:
-        tokens.append((role, example, columns[role] if index is None else index))
+    def put(kind: TokenKind, example: int, index: int | None = None) -> int:
+        tokens.append((kind, example, columns[kind] if index is None else index))
         return len(tokens) - 1
 
     inputs, outputs = [], []
     if bos:
-        put(Role.BOS, IGNORE)
+        put(TokenKind.BOS, IGNORE)
     for example in range(count):
         for place in range(x_len):
             if marked:
-                put(Role.MARKER, example)
-            inputs.append(put(Role.INPUT, example, x_start + example * x_len + place))
-        put(Role.COLON, example)
+                put(TokenKind.MARKER, example)
+            inputs.append(put(TokenKind.INPUT, example, x_start + example * x_len + place))
+        put(TokenKind.COLON, example)
         for phrase in range(x_len):
             which = example * x_len + phrase
             if copied:
-                put(Role.ALIGNED, example, copy_start + which)
+                put(TokenKind.ALIGNED, example, copy_start + which)
             for offset in range(phrase_len):
                 if marked:
-                    put(Role.MARKER, example)
-                outputs.append(put(Role.OUTPUT, example, y_start + which * phrase_len + offset))
+                    put(TokenKind.MARKER, example)
+                outputs.append(put(TokenKind.OUTPUT, example, y_start + which * phrase_len + offset))
         if example < n_examples:
-            put(Role.SEPARATOR, example)
-    roles, examples, index = torch.tensor(tokens).unbind(1)
+            put(TokenKind.SEPARATOR, example)
+    token_kinds, examples, index = torch.tensor(tokens).unbind(1)
     return Layout(
-        roles,
+        token_kinds,
         examples,
         torch.tensor(inputs).view(count, x_len),
         torch.tensor(outputs).view(count, x_len, phrase_len),

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from align_circuits.checks import Tokenizer, check_size, checked
-from align_circuits.prompts.prompts import Prompts, Role, next_token_targets, text_of, vocabulary_hash
+from align_circuits.prompts.prompts import Prompts, TokenKind, next_token_targets, text_of, vocabulary_hash
 from align_circuits.prompts.relations import IGNORE, duplicate_token, induction, previous_token
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.task import Task, check_least
@@ -74,7 +74,7 @@ class RepeatedTokensTask(Task):
         if bos is not None:
             inputs = torch.cat([torch.full((n, 1), bos), inputs], dim=1)
         index = torch.arange(inputs.shape[1]) - start  # counted without BOS
-        roles = torch.where(index < 0, Role.BOS.value, Role.TEXT.value).expand_as(inputs)
+        token_kinds = torch.where(index < 0, TokenKind.BOS.value, TokenKind.TEXT.value).expand_as(inputs)
         example = torch.where(index < 0, IGNORE, index // self.length).expand_as(inputs)
 
         target_pos = index[index > self.length] + start
@@ -92,7 +92,7 @@ class RepeatedTokensTask(Task):
         return Prompts(
             inputs=inputs,
             mask=mask,
-            roles=roles,
+            token_kinds=token_kinds,
             example=example,
             targets=targets,
             relations={relation.name: relation for relation in made},

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from align_circuits.prompts.prompts import Role, text_of, vocabulary_hash
+from align_circuits.prompts.prompts import TokenKind, text_of, vocabulary_hash
 from align_circuits.tasks.layout import FIXED, Layout
 
 ABSENT = -1
@@ -35,11 +35,11 @@ class TokenIds:
         """The id of the BOS token, if the tokenizer has one."""
         return None if self.fixed[0] == ABSENT else self.fixed[0]
 
-    def ids_of(self, role: Role) -> tuple[int, ...]:
-        """Returns the ids that a token of this role may have."""
-        if role in FIXED:
-            return (self.fixed[FIXED.index(role)],)
-        return self.letters if role == Role.OUTPUT else self.symbols
+    def ids_of(self, kind: TokenKind) -> tuple[int, ...]:
+        """Returns the ids that a token of this kind may have."""
+        if kind in FIXED:
+            return (self.fixed[FIXED.index(kind)],)
+        return self.letters if kind == TokenKind.OUTPUT else self.symbols
 
 
 _CACHE: WeakKeyDictionary[Any, dict[tuple, TokenIds]] = WeakKeyDictionary()
@@ -134,13 +134,13 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
     key, checked = (token_ids.symbols, token_ids.letters, token_ids.fixed), _CHECKED.setdefault(tokenizer, set())
     if (*key, places) in checked:
         return
-    roles = [Role(role) for role in places.roles.tolist() if role != Role.BOS]
+    kinds = [TokenKind(kind) for kind in places.token_kinds.tolist() if kind != TokenKind.BOS]
     # Tokenizers merge neighbours: if every pair that may stand side by side survives, so does nearly every text. The
     # whole prompt catches what depends on more than two.
-    neighbours = tuple(dict.fromkeys(pairwise(roles)))
+    neighbours = tuple(dict.fromkeys(pairwise(kinds)))
     new = () if (*key, neighbours) in checked else neighbours  # longer prompts have no more of them
     pairs = [(a, b) for left, right in new for a in token_ids.ids_of(left) for b in token_ids.ids_of(right)]
-    prompt = tuple(token_ids.ids_of(role)[pos % len(token_ids.ids_of(role))] for pos, role in enumerate(roles))
+    prompt = tuple(token_ids.ids_of(kind)[pos % len(token_ids.ids_of(kind))] for pos, kind in enumerate(kinds))
     if broken := _misread(tokenizer, token_ids, pairs) or _misread(tokenizer, token_ids, [prompt]):
         text, tokens = broken[0]
         listed = ", ".join(repr(text) for text, _ in broken[:12])

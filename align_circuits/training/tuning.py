@@ -27,7 +27,7 @@ from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance, parameters_of
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
@@ -463,8 +463,8 @@ class _TuningData:
             end = int(positions[-1]) + 1
             padded = () if prompts.mask.all() else (prompts.mask[:, :end],)
             return prompts.tokens[:, :end], positions, labels, *padded
-        roles, example = prompts.roles[0], prompts.example[0]  # all prompts of a task have one layout
-        in_loss = (roles == Role.OUTPUT) & ((example == example.max()) | (self.config.loss_on == "all"))
+        kinds, example = prompts.token_kinds[0], prompts.example[0]  # all prompts of a task have one layout
+        in_loss = (kinds == TokenKind.OUTPUT) & ((example == example.max()) | (self.config.loss_on == "all"))
         target = in_loss.nonzero()[:, 0]
         return prompts.tokens[:, : int(target[-1])], target - 1, prompts.tokens[:, target]
 

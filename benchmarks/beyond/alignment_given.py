@@ -85,7 +85,7 @@ class EveryExample(Seq2SeqTask):
         prompt, example, phrase = (
             part.flatten() for part in torch.meshgrid(*map(torch.arange, (n, count, m)), indexing="ij")
         )
-        unlabelled = torch.full((n, len(places.roles)), IGNORE)
+        unlabelled = torch.full((n, len(places.token_kinds)), IGNORE)
         inputs, letters = unlabelled.clone(), unlabelled.clone()
         inputs[:, places.inputs] = torch.arange(count * m).view(count, m)
         letters[:, places.outputs] = symbol[..., None].expand(-1, -1, -1, self.phrase_len)

@@ -12,7 +12,7 @@ import torch
 
 from align_circuits.heads.permutation_tests import p_values
 from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, Study, seed_rows
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.validation.localize_ground_truth import LEVELS, random_model, random_task
@@ -27,7 +27,7 @@ OF_FEW_TOKENS = {"relation": "facts", "grammar": "facts", "same_type": "demonstr
 OF_RECURRING_TOKENS = {**OF_FEW_TOKENS, "lookup": "standard"}
 """Those, and a role whose true keys repeat pairs of letters within a prompt: each prompt has automata of its own."""
 
-LAYOUT = (Role.PAD, Role.BOS, Role.COLON, Role.SEPARATOR)
+LAYOUT = (TokenKind.PAD, TokenKind.BOS, TokenKind.COLON, TokenKind.SEPARATOR)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def of_samples(*, family: str, gain: float, n: int, seed: int) -> pd.DataFrame:
 
 def without_roles(prompts: Prompts, seed: int) -> Prompts:
     """Prompts with a random one of their tokens at each position, but for separators, colons and the like."""
-    free = prompts.mask & ~torch.isin(prompts.roles, torch.tensor(LAYOUT))
+    free = prompts.mask & ~torch.isin(prompts.token_kinds, torch.tensor(LAYOUT))
     tokens = prompts.tokens[free].unique()
     drawn = torch.randint(len(tokens), free.shape, generator=torch.Generator().manual_seed(seed))
     return replace(prompts, inputs=torch.where(free, tokens[drawn], prompts.tokens))

@@ -15,7 +15,7 @@ from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
 from align_circuits.models.planted.model import CIRCUIT_ROLES, STAGES, PlantedModel, planted_circuit
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig, check_fits
-from align_circuits.prompts.prompts import Role
+from align_circuits.prompts.prompts import TokenKind
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.seq2seq import Seq2SeqTask, config_of
 from align_circuits.training.loop import TrainConfig, train
@@ -293,7 +293,7 @@ def _pairs(
     """
     prompts = task.sample(2 * n, model.tokenizer, seed=seed, references=False)
     base, source = prompts.inputs[:n], prompts.inputs[n:]
-    symbols = prompts.inputs[prompts.roles == Role.INPUT].unique()
+    symbols = prompts.inputs[prompts.token_kinds == TokenKind.INPUT].unique()
     of_base, of_source = (base[..., None] == symbols).any(1), source[..., None] == symbols
     theirs = symbols[of_base.nonzero()[:, 1]].view(n, task.x_len)
     rank = (of_source.any(1).cumsum(1) - 1).gather(1, of_source.int().argmax(2))  # of each token among its prompt's

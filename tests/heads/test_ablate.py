@@ -30,7 +30,7 @@ def z_of(model: Any, prompts: Prompts) -> list[Tensor]:
 
 def group_of(prompts: Prompts) -> dict[tuple[int, int], tuple[int, bool]]:
     """Of each token its role, and whether it belongs to the last example."""
-    roles, example, last = prompts.roles.tolist(), prompts.example.tolist(), int(prompts.example.max())
+    roles, example, last = prompts.token_kinds.tolist(), prompts.example.tolist(), int(prompts.example.max())
     places = [(i, pos) for i in range(len(prompts)) for pos in range(len(roles[i]))]
     return {(i, pos): (roles[i][pos], example[i][pos] == last) for i, pos in places}
 
@@ -136,11 +136,11 @@ def test_refusals(llama, prompts, char_tokenizer):
         (lambda: ablate_heads(llama, prompts[:1], "resample"), "1 prompts of .* resampling takes at least two"),
         (lambda: ablate_heads(llama, padded, "resample"), "2 prompts of 2 to 3 tokens: .* of one length"),
         (lambda: ablate_heads(llama, prompts, "resample", baseline=prompts[:2]), "must match, prompt by prompt"),
-        (lambda: ablation_baseline(llama, prompts, site="pattern"), "a pattern has no mean over tokens of a role"),
+        (lambda: ablation_baseline(llama, prompts, site="pattern"), "a pattern has no mean over tokens of a kind"),
         (lambda: refer(llama, prompts, site=site), "site='attn': choose one of z, q"),
         (
             lambda: ablate_heads(llama, prompts, baseline=Prompts.from_tokens([[1, 2, 3], [4, 5, 6]])),
-            "tokens of a role that the reference prompts lack",
+            "tokens of a kind that the reference prompts lack",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -15,7 +15,7 @@ import align_circuits as ac
 from align_circuits.heads.patch import patch_heads, position_groups
 from align_circuits.hooks.heads import heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.pairs import check_pair
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2)
@@ -137,7 +137,7 @@ def test_position_groups_partition_the_tokens(clean, char_tokenizer):
         groups = position_groups(prompts)
         assert torch.equal(sum(mask.int() for mask in groups.values()), prompts.mask.int())  # pyright: ignore[reportArgumentType]
         last = prompts.example == prompts.example.max()
-        assert torch.equal(groups["test input"], last & (prompts.roles == Role.INPUT))
+        assert torch.equal(groups["test input"], last & (prompts.token_kinds == TokenKind.INPUT))
         assert groups["test output"][prompts.column("prompt"), prompts.column("query_pos")].all()
         assert not (groups["examples"] & last).any()
 

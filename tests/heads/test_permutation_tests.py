@@ -17,7 +17,7 @@ import align_circuits as ac
 from align_circuits.heads import permutation_tests as nulls
 from align_circuits.heads.metrics import TIE
 from align_circuits.heads.permutation_tests import REDRAWS, fixed_offset, p_values
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import Relation
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2, alignment="permutation", task_seed=2)
@@ -55,7 +55,9 @@ def looped_alignment(attention: Tensor, prompts: Prompts, name: str) -> float:
         hits = []
         for row in range(len(relation)):
             prompt, query = int(relation.prompt[row]), int(relation.query[row])
-            tested = (prompts.example[prompt] == prompts.example.max()) & (prompts.roles[prompt] == Role.INPUT)
+            tested = (prompts.example[prompt] == prompts.example.max()) & (
+                prompts.token_kinds[prompt] == TokenKind.INPUT
+            )
             places = tested.nonzero()[:, 0].tolist()
             (gold,) = relation.keys_of(row)
             gold = places[order[places.index(gold)]]
@@ -197,7 +199,9 @@ class TestMeaning:
         relation, length = prompts.relations[name], prompts.mask.shape[1]
         places = zip(relation.prompt.tolist(), relation.query.tolist(), strict=True)
         gold = {place: relation.keys_of(row) for row, place in enumerate(places)}
-        symbols = ((prompts.example[0] == prompts.example.max()) & (prompts.roles[0] == Role.INPUT)).nonzero()[:, 0]
+        symbols = (
+            (prompts.example[0] == prompts.example.max()) & (prompts.token_kinds[0] == TokenKind.INPUT)
+        ).nonzero()[:, 0]
 
         def attention(prompt: int, query: int) -> Tensor:
             knows = spread(length, gold.get((prompt, query), []))

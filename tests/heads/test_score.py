@@ -17,7 +17,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts import relations as rel
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -277,7 +277,7 @@ def test_prompts_of_which_only_some_have_a_row(models):
 
 
 def test_a_relation_of_ones_own_measures_mass(models, prompts):
-    also = (prompts.roles == Role.OUTPUT) & (prompts.example == prompts.example.amax(1, keepdim=True))
+    also = (prompts.token_kinds == TokenKind.OUTPUT) & (prompts.example == prompts.example.amax(1, keepdim=True))
     wide = rel.with_candidates(prompts.relations["align_query"], also)
     mine = replace(prompts, relations={"wide": wide, "align_query": prompts.relations["align_query"]})
     table = score_heads(models["gpt2"], mine, ["wide", "wide_hit", "align_query"])

@@ -11,7 +11,7 @@ from torch import Tensor
 import align_circuits as ac
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.patch import patch_heads
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
 
 TASK = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
@@ -134,9 +134,9 @@ def test_estimates_of_ablations_equal_gradients_by_hand(models, clean, how, name
     for values in z:
         new = torch.zeros_like(values) if how == "zero" else values.roll(-1, 0)
         if how == "mean":
-            for role in Role:
+            for role in TokenKind:
                 for tested in (True, False):
-                    here = (clean.roles == role) & (last == tested)
+                    here = (clean.token_kinds == role) & (last == tested)
                     if here.any():
                         new[here] = values[here].mean(0)
         by_layer.append(new)

@@ -18,7 +18,7 @@ from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.hooks.edits import AblationBaseline, BatchContext, Edit, _digest, edits_digests
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.tables.tables import Provenance
 
@@ -32,13 +32,13 @@ New = Callable[[int, Any, int, int, Tensor], Any]
 
 
 def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> Prompts:
-    """Prompts of few different tokens, with roles and two examples."""
+    """Prompts of few different tokens, of several kinds and two examples."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(12, (length,), generator=generator).tolist() for length in lengths]
     prompts = Prompts.from_tokens(ids)
-    roles = torch.randint(2, 5, prompts.mask.shape, generator=generator).where(prompts.mask, Role.PAD.value)
+    kinds = torch.randint(2, 5, prompts.mask.shape, generator=generator).where(prompts.mask, TokenKind.PAD.value)
     example = (torch.arange(prompts.mask.shape[1]) >= 6).long().where(prompts.mask, -1).expand_as(prompts.mask)
-    return replace(prompts, roles=roles, example=example)
+    return replace(prompts, token_kinds=kinds, example=example)
 
 
 PADDED = random_prompts((9, 6, 10))
@@ -221,13 +221,13 @@ class TestBesideHooksByHand:
             """Layer, role, and whether the token belongs to the last example of its prompt."""
             pos += alone(prompts, index)[1]
             example = prompts.example[index]
-            return layer, int(prompts.roles[index, pos]), int(example[pos] == example.max())
+            return layer, int(prompts.token_kinds[index, pos]), int(example[pos] == example.max())
 
         for layer in LAYERS:
             for index, activation in enumerate(computed(model, others, site, layer)):
                 for pos, token in enumerate(activation):
                     means.setdefault(group(others, layer, index, pos), []).append(token)
-        assert len(means) == 12, "three roles, before and in the test example, in two layers"
+        assert len(means) == 12, "three kinds, before and in the test example, in two layers"
 
         def new(layer, column, index, pos, _old):
             return torch.stack(means[group(PADDED, layer, index, pos)]).mean(0)[column]
@@ -714,9 +714,11 @@ class TestRefusals:
 
     def test_a_role_that_the_reference_lacks(self, models):
         model = models("llama")
-        lacking = replace(EQUAL, roles=EQUAL.roles.where(EQUAL.roles != Role.COLON, Role.INPUT.value))
+        lacking = replace(
+            EQUAL, token_kinds=EQUAL.token_kinds.where(EQUAL.token_kinds != TokenKind.COLON, TokenKind.INPUT.value)
+        )
         edit = ac.Ablate([(0, 0)], how="mean", baseline=ablation_baseline(model, lacking))
-        refused("tokens of a role that the reference prompts lack", ac.evaluate, model, EQUAL, edits=[edit])
+        refused("tokens of a kind that the reference prompts lack", ac.evaluate, model, EQUAL, edits=[edit])
         ac.evaluate(model, lacking, edits=[edit])
 
 

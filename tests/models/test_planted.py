@@ -10,7 +10,7 @@ from transformer_lens import head_detector, patching
 
 from align_circuits.models.planted.model import DECOYS, ROLE_OF_KIND, planted_circuit
 from align_circuits.models.planted.transformer import HandBuilt
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 TASK = Seq2SeqTask(x_len=4, phrase_len=2, n_examples=8)
@@ -103,8 +103,8 @@ def effect(cached, prompts: Prompts, place: tuple[int, int]) -> float:
     layer, head = place
     z = cache["z", layer][:, :, head]
     mean = torch.zeros_like(z)
-    for role in prompts.roles.unique():
-        mean[prompts.roles == role] = z[prompts.roles == role].mean(0)
+    for role in prompts.token_kinds.unique():
+        mean[prompts.token_kinds == role] = z[prompts.token_kinds == role].mean(0)
 
     def ablate(z, **_):
         z[:, :, head] = mean
@@ -253,7 +253,7 @@ class TestDecoys:
         pattern, _, candidates = attention(cached, prompts, "positional_lookup", "lookup")
         rows = prompts.relations["lookup"]
         columns = torch.arange(pattern.shape[1])
-        colon = torch.where(prompts.roles == Role.COLON, columns, 0).cummax(1).values
+        colon = torch.where(prompts.token_kinds == TokenKind.COLON, columns, 0).cummax(1).values
         same_place = candidates & (
             columns - colon[rows.prompt] == (rows.query - colon[rows.prompt, rows.query])[:, None] + 1
         )

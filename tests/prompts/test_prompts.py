@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 import align_circuits as ac
-from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, text_of, vocabulary_hash
+from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, TokenKind, text_of, vocabulary_hash
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.prompts.token_html import GROUP_COLOURS, Mark, draw_tokens
 
@@ -53,7 +53,7 @@ def with_everything(tokens: list[list[int]]) -> Prompts:
 
 
 def same(left: Prompts, right: Prompts) -> None:
-    for name in ("inputs", "mask", "roles", "example", "answer_tokens", "correct", "own_correct", "group"):
+    for name in ("inputs", "mask", "token_kinds", "example", "answer_tokens", "correct", "own_correct", "group"):
         assert torch.equal(getattr(left, name), getattr(right, name)), name
     pd.testing.assert_frame_equal(left.targets, right.targets, check_dtype=False)
     assert left.relations.keys() == right.relations.keys()
@@ -98,8 +98,8 @@ def test_every_token_but_the_first_is_a_target(tokens):
         assert prompts.tokens[index, rows["query_pos"].tolist()].tolist() == row[:-1]
         assert prompts.tokens[index][prompts.mask[index]].tolist() == row
         assert prompts.mask[index, -1], "padding stands on the left"
-        assert set(prompts.roles[index][prompts.mask[index]].tolist()) == {Role.TEXT}
-        assert set(prompts.roles[index][~prompts.mask[index]].tolist()) <= {Role.PAD}
+        assert set(prompts.token_kinds[index][prompts.mask[index]].tolist()) == {TokenKind.TEXT}
+        assert set(prompts.token_kinds[index][~prompts.mask[index]].tolist()) <= {TokenKind.PAD}
         assert rows["offset"].tolist() == [*range(len(row) - 1)], "all of one phrase"
         assert set(prompts.example[index][prompts.mask[index]].tolist()) == {0}
         assert set(prompts.example[index][~prompts.mask[index]].tolist()) <= {IGNORE}
@@ -162,7 +162,9 @@ def test_the_same_prompt_twice():
 
 def test_roles_keep_the_numbers_that_files_hold():
     names = ["PAD", "BOS", "INPUT", "OUTPUT", "COLON", "SEPARATOR", "MARKER", "ALIGNED", "TEXT", "RELATION"]
-    assert {name: role.value for name, role in Role.__members__.items()} == {name: n for n, name in enumerate(names)}
+    assert {name: kind.value for name, kind in TokenKind.__members__.items()} == {
+        name: n for n, name in enumerate(names)
+    }
 
 
 @pytest.mark.parametrize("chosen", [slice(None), slice(1, 2), slice(0, 0)])
@@ -246,7 +248,12 @@ def test_a_relation_of_ones_own_has_keys_in_every_row():
 def test_fields_must_agree(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     prompts = with_everything(IDS)
-    refused(r"roles has shape \(3, 4\), but the inputs are \(3, 5\)", replace, prompts, roles=prompts.roles[:, 1:])
+    refused(
+        r"token_kinds has shape \(3, 4\), but the inputs are \(3, 5\)",
+        replace,
+        prompts,
+        token_kinds=prompts.token_kinds[:, 1:],
+    )
     refused("the targets lack offset, kind", replace, prompts, targets=prompts.targets.drop(columns=["offset", "kind"]))
     with pytest.raises(ValueError, match=r"correct has shape \(9, 2\); it needs a row for each of the 9 targets"):
         replace(prompts, answer_tokens=prompts.answer_tokens, correct=torch.ones(9, 2, dtype=torch.bool))

@@ -20,7 +20,7 @@ from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltMLP
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import Relation
 from align_circuits.run import batching, edited_runs
 from align_circuits.run.edited_runs import run_edited
@@ -122,12 +122,12 @@ def cases() -> st.SearchStrategy[Case]:
 
 
 def prompts_of(case: Case, seed: int) -> Prompts:
-    """Prompts of few different tokens, with roles and two examples."""
+    """Prompts of few different tokens, of several kinds and two examples."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(12, (length,), generator=generator).tolist() for length in case.lengths]
     prompts = Prompts.from_tokens(ids)
-    roles = torch.randint(2, 4, prompts.mask.shape, generator=generator).where(prompts.mask, Role.PAD.value)
-    prompts = replace(prompts, roles=roles, example=torch.zeros_like(roles).where(prompts.mask, -1))
+    kinds = torch.randint(2, 4, prompts.mask.shape, generator=generator).where(prompts.mask, TokenKind.PAD.value)
+    prompts = replace(prompts, token_kinds=kinds, example=torch.zeros_like(kinds).where(prompts.mask, -1))
     width, queries = prompts.mask.shape[1], (1, 2, 3)
     columns = [(prompt, width - length) for prompt, length in enumerate(case.lengths)]
     pairs = [(prompt, first + query, [first + query // 2]) for prompt, first in columns for query in queries]

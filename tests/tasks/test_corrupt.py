@@ -11,7 +11,7 @@ from refusals import refused
 from scipy import stats
 
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.tasks import seq2seq
 from align_circuits.tasks.grammar import shapes
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -19,9 +19,9 @@ from align_circuits.tasks.seq2seq import Seq2SeqTask
 TOKENIZER = char_tokenizer()
 
 
-def changed_roles(clean, corrupted, where) -> set[Role]:
+def changed_kinds(clean, corrupted, where) -> set[TokenKind]:
     """The roles of the tokens that differ, among the positions of a mask."""
-    return {Role(role) for role in clean.roles[(clean.tokens != corrupted.tokens) & where].tolist()}
+    return {TokenKind(kind) for kind in clean.token_kinds[(clean.tokens != corrupted.tokens) & where].tolist()}
 
 
 @st.composite
@@ -57,7 +57,7 @@ def same_gold(clean: Prompts, corrupted: Prompts) -> bool:
         relations
         and clean.targets.equals(corrupted.targets)
         and torch.equal(clean.correct, corrupted.correct)
-        and torch.equal(clean.roles, corrupted.roles)
+        and torch.equal(clean.token_kinds, corrupted.token_kinds)
         and torch.equal(clean.example, corrupted.example)
     )
 
@@ -69,14 +69,14 @@ def test_query_changes_the_symbol_of_every_phrase_and_nothing_before(task, seed,
     corrupted = task.corrupt(clean, "query", seed=other_seed)
     test = clean.example == task.n_examples
     assert same_gold(clean, corrupted) and torch.equal(clean.tokens[~test], corrupted.tokens[~test])
-    follows = {Role.ALIGNED} if task.style == "pre-aligned" else set()
-    assert changed_roles(clean, corrupted, test) == {Role.INPUT} | follows
-    inputs = test & (clean.roles == Role.INPUT)
+    follows = {TokenKind.ALIGNED} if task.style == "pre-aligned" else set()
+    assert changed_kinds(clean, corrupted, test) == {TokenKind.INPUT} | follows
+    inputs = test & (clean.token_kinds == TokenKind.INPUT)
     before, after = (p.tokens[inputs].view(4, task.x_len) for p in (clean, corrupted))
     assert torch.equal(before.sort(1).values, after.sort(1).values)
     assert (before[:, task.aligned] != after[:, task.aligned]).all(), "the aligned symbol of a target stayed"
     if follows:
-        copies = corrupted.tokens[test & (clean.roles == Role.ALIGNED)].view(4, task.x_len)
+        copies = corrupted.tokens[test & (clean.token_kinds == TokenKind.ALIGNED)].view(4, task.x_len)
         assert torch.equal(copies, after[:, task.aligned])
     allowed = shapes(task.x_len, task.ood)[:, torch.arange(task.x_len), corrupted.latent["order"][:, -1]]
     assert allowed.all(-1).any(0).all(), "an input that the grammar cannot write"
@@ -102,7 +102,7 @@ def test_labels_changes_letters_of_the_examples_only(task, seed, other_seed):
     corrupted = task.corrupt(clean, "labels", seed=other_seed)
     test = clean.example == task.n_examples
     assert same_gold(clean, corrupted) and torch.equal(clean.tokens[test], corrupted.tokens[test])
-    assert changed_roles(clean, corrupted, ~test) <= {Role.OUTPUT}
+    assert changed_kinds(clean, corrupted, ~test) <= {TokenKind.OUTPUT}
     assert not torch.equal(clean.tokens, corrupted.tokens)
 
 
@@ -126,7 +126,7 @@ def test_alignment_moves_phrases_inside_each_example(task, seed, other_seed):
     k = task.n_examples
     test = clean.example == k
     assert same_gold(clean, corrupted) and torch.equal(clean.tokens[test], corrupted.tokens[test])
-    assert changed_roles(clean, corrupted, ~test) <= {Role.OUTPUT, Role.ALIGNED}
+    assert changed_kinds(clean, corrupted, ~test) <= {TokenKind.OUTPUT, TokenKind.ALIGNED}
     for prompt in range(len(clean)):
         for example in range(k):
 
@@ -136,7 +136,7 @@ def test_alignment_moves_phrases_inside_each_example(task, seed, other_seed):
 
             assert Counter(tagged(clean)) == Counter(tagged(corrupted))
             if task.style == "pre-aligned":
-                aligned = (clean.example[prompt] == example) & (clean.roles[prompt] == Role.ALIGNED)
+                aligned = (clean.example[prompt] == example) & (clean.token_kinds[prompt] == TokenKind.ALIGNED)
                 copies = [p.tokens[prompt, aligned].tolist() for p in (clean, corrupted)]
                 assert copies[0] != copies[1], "the copies still follow the alignment"
                 assert Counter(zip(copies[0], tagged(clean), strict=True)) == Counter(

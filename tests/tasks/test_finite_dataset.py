@@ -8,7 +8,7 @@ from refusals import refused
 
 from align_circuits.checks import WrongArgument
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.prompts.prompts import REFERENCES, Role
+from align_circuits.prompts.prompts import REFERENCES, TokenKind
 from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -36,7 +36,7 @@ def test_fresh_test_examples_keep_their_gold():
     dataset, test = sample_finite_dataset(TASK, 8, TOKENIZER, seed=1), sample_finite_dataset(TASK, 5, TOKENIZER, seed=2)
     prompts = in_context(TASK, dataset, test, seed=0)
     whole = TASK.sample(5, TOKENIZER, seed=9)
-    assert prompts.inputs.shape == whole.inputs.shape and torch.equal(prompts.roles, whole.roles)
+    assert prompts.inputs.shape == whole.inputs.shape and torch.equal(prompts.token_kinds, whole.token_kinds)
     assert list(prompts.targets.columns) == list(whole.targets.columns)
     assert prompts.relations.keys() == whole.relations.keys()
     assert torch.equal(prompts.column("token"), test.column("token"))
@@ -47,7 +47,7 @@ def test_fresh_test_examples_keep_their_gold():
     for row in range(len(prompts.relations["lookup"])):
         relation = prompts.relations["lookup"]
         keys, prompt = relation.keys_of(row), int(relation.prompt[row])
-        assert keys and bool((prompts.roles[prompt, keys] == Role.OUTPUT).all())
+        assert keys and bool((prompts.token_kinds[prompt, keys] == TokenKind.OUTPUT).all())
         assert bool((prompts.example[prompt, keys] < 4).all())
     for name in REFERENCES[:3]:
         assert torch.equal(prompts.column(name), test.column(name))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from refusals import refused
 
-from align_circuits.prompts.prompts import Role
+from align_circuits.prompts.prompts import TokenKind
 from align_circuits.tasks.repeated import RepeatedTokensTask
 
 
@@ -36,8 +36,8 @@ def test_a_tokenizers_special_tokens_are_left_out_and_bos_is_first(fixture, requ
     tokenizer = request.getfixturevalue(fixture)
     prompts = RepeatedTokensTask(length=20).sample(3, tokenizer)
     has_bos = tokenizer.bos_token_id is not None
-    assert prompts.task["bos"] == has_bos == bool((prompts.roles[:, 0] == Role.BOS).all())
-    random = prompts.tokens[prompts.roles == Role.TEXT]
+    assert prompts.task["bos"] == has_bos == bool((prompts.token_kinds[:, 0] == TokenKind.BOS).all())
+    random = prompts.tokens[prompts.token_kinds == TokenKind.TEXT]
     assert not set(random.tolist()) & set(tokenizer.all_special_ids)
     assert prompts.tokenizer_hash is not None and len(prompts.text) == 3
     assert (prompts.tokens[prompts.column("prompt"), prompts.column("target_pos")] == prompts.column("token")).all()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.tasks.layout import layout_of
 from align_circuits.tasks.seq2seq import CHUNK, Seq2SeqTask
 from align_circuits.tasks.token_ids import check_text, look_up
@@ -40,11 +40,15 @@ def tasks(draw):
 
 def read(prompts: Prompts, index: int) -> list[tuple[list[str], list[str], list[str]]]:
     """Inputs, letters and copies of each example, read off the tokens by their roles."""
-    rows = zip(prompts.token_text[index], prompts.roles[index].tolist(), prompts.example[index].tolist(), strict=True)
+    rows = zip(
+        prompts.token_text[index], prompts.token_kinds[index].tolist(), prompts.example[index].tolist(), strict=True
+    )
     result: list = [([], [], []) for _ in range(int(prompts.example.max()) + 1)]
     for text, role, example in rows:
-        if role in (Role.INPUT, Role.OUTPUT, Role.ALIGNED):
-            result[example][(Role.INPUT, Role.OUTPUT, Role.ALIGNED).index(Role(role))].append(text.strip())
+        if role in (TokenKind.INPUT, TokenKind.OUTPUT, TokenKind.ALIGNED):
+            result[example][(TokenKind.INPUT, TokenKind.OUTPUT, TokenKind.ALIGNED).index(TokenKind(role))].append(
+                text.strip()
+            )
     return result
 
 
@@ -98,24 +102,26 @@ def test_relations_equal_a_slow_loop_over_the_text(task, seed):
             positions = tuple(mask[0].nonzero()[:, 0].tolist() for mask in (keys, candidates))
             expected[int(relation.target[row])] = (int(relation.query[row]), *positions)
     for target, row in prompts.targets.iterrows():
-        roles, example = prompts.roles[row["prompt"]].tolist(), prompts.example[row["prompt"]].tolist()
+        roles, example = prompts.token_kinds[row["prompt"]].tolist(), prompts.example[row["prompt"]].tolist()
         where = {
             (number, role): [i for i in range(len(roles)) if roles[i] == role and example[i] == number]
             for number in range(task.n_examples + 1)
-            for role in (Role.INPUT, Role.OUTPUT)
+            for role in (TokenKind.INPUT, TokenKind.OUTPUT)
         }
         texts = [text.strip() for text in prompts.token_text[row["prompt"]]]
 
         def symbol(number, phrase, where=where, texts=texts):
-            return texts[where[number, Role.INPUT][task.aligned[phrase]]]
+            return texts[where[number, TokenKind.INPUT][task.aligned[phrase]]]
 
-        test_input = where[task.n_examples, Role.INPUT]
+        test_input = where[task.n_examples, TokenKind.INPUT]
         assert (target in rows["align_query"]) == (row["offset"] == 0) == (target in rows["align_key"])
         if row["offset"] == 0:
             answer = ([test_input[task.aligned[row["phrase"]]]], test_input)
             assert rows["align_query"][target] == (row["query_pos"], *answer)
             assert rows["align_key"][target] == (row["target_pos"], *answer)
-        earlier = [(where[e, Role.OUTPUT][i], symbol(e, i // c)) for e in range(task.n_examples) for i in range(m * c)]
+        earlier = [
+            (where[e, TokenKind.OUTPUT][i], symbol(e, i // c)) for e in range(task.n_examples) for i in range(m * c)
+        ]
         keys = [position for position, of in earlier if of == symbol(task.n_examples, row["phrase"])]
         assert (target in rows["lookup"]) == bool(keys)
         if keys:
@@ -145,7 +151,7 @@ def test_bos_is_an_option_and_recorded(llama_tokenizer):
     task = Seq2SeqTask(x_len=3, n_examples=1)
     with_bos, without = (replace(task, bos=bos).sample(1, llama_tokenizer) for bos in (True, False))
     assert with_bos.task["bos"] and not without.task["bos"] and task.bos
-    assert with_bos.tokens[0, 0] == llama_tokenizer.bos_token_id and with_bos.roles[0, 0] == Role.BOS
+    assert with_bos.tokens[0, 0] == llama_tokenizer.bos_token_id and with_bos.token_kinds[0, 0] == TokenKind.BOS
     assert torch.equal(with_bos.tokens[:, 1:], without.tokens)
 
 

@@ -20,7 +20,7 @@ from align_circuits.models import quantization
 from align_circuits.models.lora import recompute, unwrapped, with_adapter
 from align_circuits.models.protocol import parameters_of
 from align_circuits.models.quantization import dequantised
-from align_circuits.prompts.prompts import Role
+from align_circuits.prompts.prompts import TokenKind
 from align_circuits.prompts.relations import Relation
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tasks.own_prompts import OwnPrompts
@@ -156,7 +156,7 @@ def test_the_loss_is_that_of_the_papers_equations(llama):
                 log_prob = llama(prompts.tokens[row : row + 1])[0].log_softmax(-1)
             for pos in range(prompts.tokens.shape[1]):
                 last = int(prompts.example[row, pos]) == TASK.n_examples
-                if prompts.roles[row, pos] == Role.OUTPUT and (last or config.loss_on == "all"):
+                if prompts.token_kinds[row, pos] == TokenKind.OUTPUT and (last or config.loss_on == "all"):
                     expected.append(-float(log_prob[pos - 1, prompts.tokens[row, pos]]))
         assert len(expected) == 2 * 4 * (4 if config.loss_on == "all" else 1)
         loss = sys.modules["align_circuits.training.tuning"]._loss(llama.original_model, batch)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
-from align_circuits.prompts.prompts import Role
+from align_circuits.prompts.prompts import TokenKind
 from align_circuits.tasks.rng import Rng
 from align_circuits.validation import trained_circuits
 from align_circuits.validation.circuits_in_trained_models import trained_task
@@ -61,7 +61,7 @@ def test_the_planted_circuit_reaches_all_of_itself(planted):
 def test_both_prompts_of_a_pair_are_about_the_same_symbols(planted):
     n = 8
     prompts, (bases, sources) = TASK.sample(2 * n, planted.tokenizer, seed=9), _pairs(TASK, planted, n, 9)
-    inputs = prompts.roles[0] == Role.INPUT
+    inputs = prompts.token_kinds[0] == TokenKind.INPUT
     assert torch.equal(bases, prompts.inputs[:n])
     renamed = 0
     for base, source, other in zip(bases, sources, prompts.inputs[n:], strict=True):

@@ -407,7 +407,7 @@ def _check(
         raise ValueError(f"style is {task.style!r}: a circuit is planted for the standard style only")
     if task.phrase_len > 3:
         raise ValueError(f"phrase_len is {task.phrase_len}: the circuit remembers two letters, so give 1 to 3")
-    length = len(layout_of("standard", task.x_len, task.phrase_len, task.n_examples, bos).roles)
+    length = len(layout_of("standard", task.x_len, task.phrase_len, task.n_examples, bos).token_kinds)
     if length > n_ctx:
         raise ValueError(
             f"prompts of this task have {length} tokens, but n_ctx is {n_ctx}: give n_ctx={length}, or a smaller "

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import IGNORE, Relation
 
 Kind = Literal["train", "iwl", "icl", "swap"]
@@ -151,7 +151,7 @@ class ExemplarTask:
         return Prompts(
             inputs=batch.inputs[0],
             mask=torch.ones_like(everywhere, dtype=torch.bool),
-            roles=torch.where(is_label, Role.OUTPUT.value, Role.INPUT.value).expand(n, -1),
+            token_kinds=torch.where(is_label, TokenKind.OUTPUT.value, TokenKind.INPUT.value).expand(n, -1),
             example=(pos // 2).expand(n, -1),
             targets=pd.DataFrame({**at_end, "token": batch.label[0], "phrase": 0, "offset": 0, "kind": "first"}),
             relations={relation.name: relation for relation in relations},

@@ -43,7 +43,7 @@ from align_circuits.papers.lab import (
     mean_rows,
     rows,
 )
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.token_html import readable
 from align_circuits.report import plots
 from align_circuits.run.evaluation import evaluate
@@ -204,10 +204,10 @@ def _mean_attention(model: Any, prompts: Prompts, head: Head, what: str) -> pd.D
 
 def _keys(prompts: Prompts, what: str) -> Int[Tensor, "prompt key place"]:
     """Where each symbol of the test input stands, or each letter of its translation, in every example."""
-    role, example, last = prompts.roles[0], prompts.example[0], int(prompts.example.max())
+    kind, example, last = prompts.token_kinds[0], prompts.example[0], int(prompts.example.max())
     if what == "align":
-        return ((role == Role.INPUT) & (example == last)).nonzero().expand(len(prompts), -1, 1)
-    letters = ((role == Role.OUTPUT) & (example < last)).nonzero()[:, 0]
+        return ((kind == TokenKind.INPUT) & (example == last)).nonzero().expand(len(prompts), -1, 1)
+    letters = ((kind == TokenKind.OUTPUT) & (example < last)).nonzero()[:, 0]
     # Every example translates its symbols in an order of its own: `same` is the place in an example's output of the
     # phrase for the symbol that each phrase of the test example translates.
     symbol = prompts.latent["order"][:, :, prompts.task["aligned"]]

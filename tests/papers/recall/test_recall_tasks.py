@@ -11,7 +11,7 @@ import torch
 from align_circuits.papers.recall.task.posterior import type_ceiling, type_posterior
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask, followed_by_grammar
 from align_circuits.papers.recall.task.world import RecallWorld, distances
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.tasks.rng import Rng
 
 PLAIN = RecallWorld.small()
@@ -205,15 +205,15 @@ def test_roles_are_what_tokens_are(task):
     prompts, world = task.sample(30, seed=1), task.world
     values = [i for ids in world.value_ids for i in ids]
     for role, ids in (
-        (Role.INPUT, world.subject_ids),
-        (Role.OUTPUT, values),
-        (Role.TEXT, world.grammar_ids),
-        (Role.RELATION, world.relation_ids),
-        (Role.SEPARATOR, [world.separator]),
+        (TokenKind.INPUT, world.subject_ids),
+        (TokenKind.OUTPUT, values),
+        (TokenKind.TEXT, world.grammar_ids),
+        (TokenKind.RELATION, world.relation_ids),
+        (TokenKind.SEPARATOR, [world.separator]),
     ):
         expected = torch.isin(prompts.tokens, torch.tensor(list(ids), dtype=torch.long)) & prompts.mask
-        assert torch.equal(prompts.roles == role, expected), role
-    assert torch.equal(prompts.roles == Role.PAD, ~prompts.mask)
+        assert torch.equal(prompts.token_kinds == role, expected), role
+    assert torch.equal(prompts.token_kinds == TokenKind.PAD, ~prompts.mask)
 
 
 def test_grammar_follows_the_chain_of_its_type():
@@ -222,7 +222,7 @@ def test_grammar_follows_the_chain_of_its_type():
     start = PLAIN.grammar_ids.start
     counts = np.zeros((4, 6, 6))
     tokens, example = prompts.tokens.numpy(), prompts.example.numpy()
-    grammar = prompts.roles.numpy() == Role.TEXT
+    grammar = prompts.token_kinds.numpy() == TokenKind.TEXT
     follows = grammar[:, 1:] & grammar[:, :-1] & (example[:, 1:] == example[:, :-1])
     chain = torch.where(prompts.latent["has_fact"], prompts.latent["type"], 3).numpy()
     which = np.take_along_axis(chain, example[:, 1:], 1)[follows]
@@ -304,7 +304,7 @@ def test_a_query_alone_is_followed_by_grammar_of_its_type():
     longer = followed_by_grammar(icl, PLAIN, 2, seed=1)
     assert torch.equal(longer.tokens[:, :-2], icl.tokens)
     assert longer.mask.all()
-    assert torch.equal(longer.roles[:, -2:].unique(), torch.tensor([int(Role.TEXT)]))
+    assert torch.equal(longer.token_kinds[:, -2:].unique(), torch.tensor([int(TokenKind.TEXT)]))
     first, second = (longer.tokens[:, -2:] - PLAIN.grammar_ids.start).T.numpy()
     type_ = longer.latent["type"][:, -1].numpy()
     assert (PLAIN.chains[type_, first, second] > 0).all()

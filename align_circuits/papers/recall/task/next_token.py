@@ -10,7 +10,7 @@ from torch import Tensor
 
 from align_circuits.papers.recall.task.sequences import HEAD_ROLES, FactsTask, from_last_token
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.task import Task
 
@@ -106,16 +106,16 @@ class SlotsTask(Task):
         mask = pos >= 0
         inputs = tokens.gather(1, pos.clamp(min=0)).where(mask, 0)
         ids_of = {
-            Role.INPUT: world.subject_ids,
-            Role.RELATION: world.relation_ids,
-            Role.SEPARATOR: [world.separator],
-            Role.OUTPUT: range(world.value_ids[0].start, world.value_ids[-1].stop),
+            TokenKind.INPUT: world.subject_ids,
+            TokenKind.RELATION: world.relation_ids,
+            TokenKind.SEPARATOR: [world.separator],
+            TokenKind.OUTPUT: range(world.value_ids[0].start, world.value_ids[-1].stop),
         }
-        roles = torch.full_like(inputs, Role.TEXT)
-        for role, ids in ids_of.items():
-            roles[torch.isin(inputs, torch.tensor(list(ids)))] = role
-        roles[~mask] = Role.PAD
-        marks = (roles == Role.INPUT) | (roles == Role.RELATION)
+        kinds = torch.full_like(inputs, TokenKind.TEXT)
+        for kind, ids in ids_of.items():
+            kinds[torch.isin(inputs, torch.tensor(list(ids)))] = kind
+        kinds[~mask] = TokenKind.PAD
+        marks = (kinds == TokenKind.INPUT) | (kinds == TokenKind.RELATION)
         nearest = torch.where(marks, torch.arange(longest), -1).amax(1, keepdim=True)
         targets = pd.DataFrame(
             {
@@ -131,7 +131,7 @@ class SlotsTask(Task):
         return Prompts(
             inputs=inputs,
             mask=mask,
-            roles=roles,
+            token_kinds=kinds,
             example=torch.where(mask, pos // period, -1),
             targets=targets,
             relations={"mark": from_last_token("mark", torch.arange(longest) == nearest, mask)},

@@ -12,7 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.task import Task, exchanged
@@ -119,11 +119,11 @@ class _FactSequences(Task):
         written, pos = _read(world, _Drawn(subject, type_, has_fact, grammar_len, text))
         part = (pos // (grammar_len[:, None] + 3)).clip(0)
         restated = np.take_along_axis((type_ != prompts.latent["type"].numpy()) & has_fact, part, 1)
-        roles, inputs = prompts.roles.numpy(), prompts.tokens.numpy().copy()
-        facts = (roles == Role.INPUT) | (roles == Role.OUTPUT)
-        replaced = facts if world.relation_tokens else facts | (restated & (roles == Role.TEXT))
+        kinds, inputs = prompts.token_kinds.numpy(), prompts.tokens.numpy().copy()
+        facts = (kinds == TokenKind.INPUT) | (kinds == TokenKind.OUTPUT)
+        replaced = facts if world.relation_tokens else facts | (restated & (kinds == TokenKind.TEXT))
         inputs[replaced] = written[replaced]
-        relation = roles == Role.RELATION
+        relation = kinds == TokenKind.RELATION
         inputs[relation] = world.relation_ids.start + np.take_along_axis(type_, part, 1)[relation]
         latent = {"subject": torch.from_numpy(subject), "type": torch.from_numpy(type_)}
         return replace(
@@ -350,16 +350,16 @@ def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts
     part, place = pos.clip(0) // width, pos.clip(0) % width
     at_value = width - 2 + world.relation_tokens
     factless = ~np.take_along_axis(drawn.has_fact, part, 1)
-    roles = np.select(
+    kinds = np.select(
         [~mask, (place >= width - 2) & (place != at_value), factless, place == at_value, place == 0],
-        [Role.PAD, Role.SEPARATOR, Role.TEXT, Role.OUTPUT, Role.INPUT],
-        Role.TEXT,
+        [TokenKind.PAD, TokenKind.SEPARATOR, TokenKind.TEXT, TokenKind.OUTPUT, TokenKind.INPUT],
+        TokenKind.TEXT,
     )
-    roles[mask & np.isin(inputs, world.relation_ids)] = Role.RELATION
+    kinds[mask & np.isin(inputs, world.relation_ids)] = TokenKind.RELATION
     type_ = np.where(factless, -1, np.take_along_axis(drawn.type, part, 1))
     target_type, subject = drawn.type[:, -1:], drawn.subject[:, -1:]
-    last, subjects, values = part == parts - 1, roles == Role.INPUT, roles == Role.OUTPUT
-    grammar, relation = (roles == Role.TEXT) & mask, roles == Role.RELATION
+    last, subjects, values = part == parts - 1, kinds == TokenKind.INPUT, kinds == TokenKind.OUTPUT
+    grammar, relation = (kinds == TokenKind.TEXT) & mask, kinds == TokenKind.RELATION
     keys = {
         "subject": subjects & (inputs == subject),
         "query_subject": subjects & last,
@@ -385,7 +385,7 @@ def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts
     return Prompts(
         inputs=torch.from_numpy(inputs),
         mask=torch.from_numpy(mask),
-        roles=torch.from_numpy(roles),
+        token_kinds=torch.from_numpy(kinds),
         example=torch.from_numpy(np.where(mask, part, -1)),
         targets=targets,
         relations={relation.name: relation for relation in relations if len(relation)},
@@ -420,7 +420,7 @@ def followed_by_grammar(prompts: Prompts, world: RecallWorld, length: int, seed:
         prompts,
         inputs=grown(prompts.tokens, text),
         mask=mask,
-        roles=grown(prompts.roles, Role.TEXT),
+        token_kinds=grown(prompts.token_kinds, TokenKind.TEXT),
         example=grown(prompts.example, int(prompts.example.max())),
         targets=prompts.targets.assign(
             **{name: prompts.targets[name] + length for name in ("query_pos", "target_pos")}
