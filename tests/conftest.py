@@ -1,6 +1,7 @@
 """Fixtures of the whole suite; every shape annotation in the package is checked in every test."""
 
 # ruff: noqa: E402 - what is imported later must find this set
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -8,6 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from jaxtyping import config, install_import_hook
 
 install_import_hook("align_circuits", "beartype.beartype")
+
+gc.disable()  # nothing that is imported is garbage: looking for it takes a fifth of the collection of the tests
 
 import importlib.util
 from pathlib import Path
@@ -30,6 +33,12 @@ settings.register_profile("busy", deadline=None)  # on a busy machine an example
 settings.load_profile("busy")
 
 torch.set_num_threads(1)  # tiny models: threads only wait for each other, ten times slower on a busy machine
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, but not looked for among half a million objects of modules."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ def test_faithfulness(model, halves, metric):
     """With all edges, with none, and with all but one."""
     pair, edges = Pair(*halves, metric=metric, direction="noise"), edges_of(model)
     last = ("input", "L0H0.q")
-    scores = patch_edges(model, replace(pair, metric="log_prob"))
+    scores = attribute_edges(model, replace(pair, metric="log_prob"), method="eap")
     frame: Any = scores.frame
     is_last = (frame["sender"] == last[0]) & (frame["receiver"] == last[1])
     scores = replace(scores, frame=frame.assign(value=np.where(is_last, 1.0, -1.0)))
