@@ -22,7 +22,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
-QUICK = "mixed or crosses or test_load or scores or ablations or edits or training or measures"
+QUICK = "mixed or crosses or test_load or scores or (ablations and mean) or (edits and auto) or training or measures"
 """A few seconds: what raises, loading, both engines on one device and on two, edits, the training loop."""
 REST = pytest.param(f"not ({QUICK})", marks=pytest.mark.slow)
 

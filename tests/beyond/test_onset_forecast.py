@@ -47,6 +47,7 @@ def test_the_clock_sums_the_learning_rates():
     assert clock(np.array([0.0, 1, 2, 4]), TrainConfig(4, schedule="linear")).tolist() == [0, 1, 1.75, 2.5]
 
 
+@pytest.mark.slow  # a run of the theory is fitted, and forecast, below
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_known_parameters_are_recovered():
     known = [Onset(LOSS, 0.4, (1.0, 1.5, beta, kappa)) for beta, kappa in ((0.4, 0.8), (0.0, 0.5))]

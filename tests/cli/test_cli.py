@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from legs import slow_but
 from plotly.offline import get_plotlyjs
 
 import align_circuits as ac
@@ -179,7 +180,7 @@ def test_scores_without_examples_have_no_lookup(tmp_path, capsys):
     assert "\n  lookup " not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("method", ["ica", "standard"])
+@pytest.mark.parametrize("method", slow_but(["ica"], ["ica", "standard"]))
 def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tiny, tmp_path, capsys, method):
     task = ["--x-len", "2", "--n-examples", "2", "--automata", "task", "--n", "8"]
     config = ["--method", method, "--steps", "2", "--batch", "2", "--probe-prompts", "2", "--layers", "1"]

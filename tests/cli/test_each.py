@@ -69,6 +69,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(capsys):
     assert len(Table.load("run").frame["model"].unique()) == 2
 
 
+@pytest.mark.slow  # tests/jobs kills runs of jobs and trainings in the fast leg
 def test_a_killed_tuning_goes_on_where_it_was():
     assert main(["each", "--seeds", "0", "1", "--out", "whole", "--", *TUNE]) == 0
     first = Path("killed/seed-0/table.csv")

@@ -105,17 +105,17 @@ def assert_ended_alike(folder, other):
 
 def test_killed_at_random_moments_it_goes_on_from_the_last_checkpoint(tmp_path, uninterrupted):
     generator = np.random.default_rng()
-    for _ in range(10):
+    for _ in range(3):
         code = run_once(tmp_path, seconds=generator.uniform(0, 0.03))
-        assert code == -signal.SIGKILL, "it finished before the tenth kill: give it more steps"
+        assert code == -signal.SIGKILL, "it finished before the third kill: give it more steps"
     assert run_once(tmp_path) == 0
     assert_little_was_repeated(tmp_path, EVERY + 1)  # one more where the kill came while writing
     assert_ended_alike(tmp_path, uninterrupted)
 
 
 def test_killed_while_writing_the_earlier_checkpoint_stands(tmp_path, uninterrupted):
-    """While a checkpoint is written and before it gets its name, likewise the log; at the first, at later ones."""
-    moments = [(name, call) for call in (1, 2, 3, 20) for name in ("save_file", "fsync", "replace")]
+    """While a checkpoint is written and before it gets its name, likewise the log; at the first, at a later one."""
+    moments = [(name, call) for call in (1, 20) for name in ("save_file", "fsync", "replace")]
     for moment in moments:
         assert run_once(tmp_path, moment=moment) == -signal.SIGKILL, moment
     assert run_once(tmp_path) == 0

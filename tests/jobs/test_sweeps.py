@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from legs import slow_but
 
 import align_circuits as ac
 from align_circuits.jobs import locks, sweeps
@@ -56,6 +57,9 @@ VERBS: dict[str, Verb] = {
 }
 
 
+every_verb = pytest.mark.parametrize("name", slow_but(["patch_heads", "attribute_edges", "faithfulness"], VERBS))
+
+
 @pytest.fixture
 def small_parts(monkeypatch):
     for size in ("run.target_metrics.EDIT_SETS", "run.target_metrics.PROMPTS", "circuits.faithful.EDIT_SETS"):
@@ -63,7 +67,7 @@ def small_parts(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("name", VERBS)
+@every_verb
 def test_a_stopped_sweep_goes_on(model, pair, name, tmp_path, monkeypatch):
     whole = VERBS[name](model, pair, ac.RunOptions(batch_size=2)).frame
     options = ac.RunOptions(batch_size=2, cache_dir=tmp_path)
@@ -151,7 +155,7 @@ def test_another_sweep_is_not_read(model, pair, tmp_path):
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("name", VERBS)
+@every_verb
 def test_a_shared_sweep_is_that_of_one_process(model, pair, name, tmp_path, monkeypatch):
     """Another process is at every other part when this one comes to it, and finishes while this one waits."""
     monkeypatch.setattr("align_circuits.circuits.faithful.EDIT_SETS_A_PART", 1)

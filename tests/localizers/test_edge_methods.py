@@ -5,6 +5,7 @@ from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
+from legs import slow_but
 
 from align_circuits.circuits.pruning import prune_edges
 from align_circuits.localizers import edge_methods, registry
@@ -26,7 +27,8 @@ def circuit():
     return model, Pair(*exchanged(TASK.sample(2, model.tokenizer, seed=0)))
 
 
-@pytest.mark.parametrize("name", EDGE_METHODS)
+# Edges are patched and pruned in tests/circuits, and pruning is tested below.
+@pytest.mark.parametrize("name", slow_but({*EDGE_METHODS} - {"path patching", "ACDC"}, EDGE_METHODS))
 def test_a_method_finds_the_edges_of_a_plain_circuit(circuit, name):
     model, pair = circuit
     frame = edge_localizer(name)(model, pair).frame

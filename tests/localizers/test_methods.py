@@ -5,6 +5,7 @@ from importlib.metadata import EntryPoint
 import numpy as np
 import pytest
 import torch
+from legs import slow_but
 
 from align_circuits.localizers import registry
 from align_circuits.localizers.comparison import agreement
@@ -24,7 +25,11 @@ def circuit():
     return model, Pair(*exchanged(TASK.sample(16, model.tokenizer, seed=0)))
 
 
-@pytest.mark.parametrize("name", METHODS)
+SLOW = {"head detector", "ablation, resample", "patching, noise", "EAP-IG", "learned masks", "localize"}
+"""Each has a near relative in the fast leg."""
+
+
+@pytest.mark.parametrize("name", slow_but({*METHODS} - SLOW, METHODS))
 def test_a_method_finds_what_it_can(circuit, name):
     model, pair = circuit
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -158,6 +158,7 @@ class TestTraining:
             placed.add(tuple(heads.values()))
         assert len(placed) == 4
 
+    @pytest.mark.slow
     def test_the_loss_falls(self, planted):
         prompts = TASK.sample(64, planted.tokenizer, seed=11)
         losses = []

@@ -60,7 +60,9 @@ def plain_of(member: Any) -> Plain:
         return Plain(member)
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize(
+    ("dtype", "near"), [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.float64, 1e-10)]
+)
 def test_each_member_trains_as_alone_and_as_a_plain_loop_does(dtype, near):
     config = replace(CONFIG, weight_decay=0.05)  # of weights, not of biases
     together, _ = trained(TASKS, SEEDS, dtype, config)
