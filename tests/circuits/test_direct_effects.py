@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from legs import slow_but
 
 import align_circuits as ac
 from align_circuits.circuits.direct_effects import direct_logit_attribution, function_vectors, head_profile
@@ -144,7 +145,7 @@ def test_refusals(random_hf_model, char_tokenizer, prompts):
         direct_logit_attribution(model, prompts, kind="later")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float64, torch.bfloat16]))
 def test_direct_logits_sum_to_the_logit_in_every_dtype(random_hf_model, char_tokenizer, dtype):
     """A gold logit near zero is a small sum of large parts."""
     model = ac.load(copy.deepcopy(random_hf_model("llama")).to(dtype), tokenizer=char_tokenizer)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from frozen import Twin, of_lengths, unchecked
+from legs import slow_but
 from peft import LoraConfig, get_peft_model
 
 import align_circuits as ac
@@ -51,7 +52,7 @@ def values_of(table: ac.Table) -> dict[tuple[str, str], float]:
     return frame.set_index(["sender", "receiver"])["value"].to_dict()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", slow_but(["llama", "gpt_neox"], ARCHITECTURES))
 def test_edges_equal_runs_with_everything_frozen(models, name, noise, clean, corrupted):
     model, graph = models[name], Graph.of(models[name].cfg)
     some = None if name == "llama" else edges_of(graph)[::6]
@@ -89,7 +90,7 @@ def test_the_graph_of_grouped_queries(models):
         graph.among([(0, 4)])
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", slow_but(["gpt2", "qwen3"], ARCHITECTURES))
 def test_paths_equal_runs_with_heads_frozen(models, name, noise, clean, corrupted):
     model, senders = models[name], ["input", "L0H1", "M0"]
     shared = "KV" if name in ("llama", "qwen3") else "H"

@@ -226,7 +226,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
         raise AssertionError("a socket was opened")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
-    arguments = ["--model", "planted", "--style", "standard", "--n", "8", "--x-len", "4", "--n-examples", "4"]
+    arguments = ["--model", "planted", "--style", "standard", "--n", "8", "--x-len", "4", "--n-examples", "2"]
     assert main(["localize", *arguments, "--n-controls", "1", "--out", str(tmp_path / "first")]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"align_query +L\dH\d 1\.00 \[0\.\d\d, 1\.00\] \(align_query\)", printed)
@@ -240,7 +240,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
 
 
 def test_localize_reports_heads_that_stand_in_for_each_other(tmp_path):
-    arguments = ["--n", "8", "--x-len", "4", "--n-examples", "2", "--n-controls", "0", "--groups"]
+    arguments = ["--n", "8", "--x-len", "3", "--n-examples", "2", "--n-controls", "0", "--groups"]
     assert main(["localize", "--model", "planted", *arguments, "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "Heads that stand in for each other" in page and "named alone" in page

@@ -35,6 +35,8 @@ def test_heads_that_stand_in_for_each_other_are_found_together(split):
         missed += len(true - set(result.heads(role)))
     assert missed >= 3, "single heads would have done"
     assert result.group("induction") == [] and result.groups["duplicate"] == ()
+    with pytest.raises(KeyError, match="no role 'sink'"):
+        result.group("sink")
 
 
 def test_the_head_that_repairs_comes_in_a_later_round(split):
@@ -73,6 +75,7 @@ def test_an_effect_is_what_the_head_brings_back_alone(split):
         assert member.low < member.effect < member.high
 
 
+@pytest.mark.slow
 def test_without_heads_that_share_a_role_groups_are_the_named_heads():
     task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=2)
     result = ac.localize(planted_circuit(task, seed=3), task, 12, seed=1, n_controls=0, groups=True)
@@ -80,8 +83,6 @@ def test_without_heads_that_share_a_role_groups_are_the_named_heads():
         role: set(heads) for role, heads in result.heads_by_role.items()
     }
     assert result.named_heads and "one for another" not in result.summary
-    with pytest.raises(KeyError, match="no role 'sink'"):
-        result.group("sink")
 
 
 def test_aligners_have_no_group_where_a_fixed_distance_does_as_well():

@@ -268,6 +268,7 @@ def test_adapters_read_and_write_queries_keys_and_values():
     assert tune_work(SHAPE, SIZES, steps=9) == tune_work(SHAPE, SIZES, steps=9, rank=ac.TuneConfig().r)
 
 
+@pytest.mark.slow  # each part is counted above
 def test_localize_is_the_sum_of_its_parts():
     model, task, n = ac.load("toy-llama"), ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=8), 20
     prompts = task.sample(n, model.tokenizer, references=False)

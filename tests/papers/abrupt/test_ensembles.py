@@ -20,6 +20,11 @@ SEEDS = (0, 0, 5)
 CONFIG = TrainConfig(100, lr=0.1, optimizer="sgd", clip=None, log_every=50, checkpoint_every=20)
 
 
+in_each_type = pytest.mark.parametrize(
+    ("dtype", "near"), [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.float64, 1e-10)]
+)
+
+
 def trained(tasks, seeds, dtype, config=CONFIG, **how):
     net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=0.5), seeds).to(dtype)
     worlds = Worlds(tasks, seeds, dtype=dtype)
@@ -60,9 +65,7 @@ def plain_of(member: Any) -> Plain:
         return Plain(member)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "near"), [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.float64, 1e-10)]
-)
+@in_each_type
 def test_each_member_trains_as_alone_and_as_a_plain_loop_does(dtype, near):
     config = replace(CONFIG, weight_decay=0.05)  # of weights, not of biases
     together, _ = trained(TASKS, SEEDS, dtype, config)
@@ -86,7 +89,7 @@ def test_each_member_trains_as_alone_and_as_a_plain_loop_does(dtype, near):
         assert not torch.allclose(start.blocks[0].attn.W_Q, alone.blocks[0].attn.W_Q, atol=1e-3)
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@in_each_type
 def test_reduced_heads_train_as_alone(dtype, near):
     tasks = [replace(task, n_positions=0) for task in TASKS]
 
