@@ -466,6 +466,10 @@ class Patch(_AtSite):
         return old.of_run(self.values[old.name])
 
 
+MeansBy = Literal["kind", "position"] | tuple[str, ...]
+"""How tokens are grouped for mean ablation (`groups_of`)."""
+
+
 @dataclass(frozen=True, eq=False)
 class AblationBaseline:
     """What replaces ablated activations; `ablation_baseline` measures it."""
@@ -475,21 +479,49 @@ class AblationBaseline:
     tokens."""
     values: Mapping[str, Float[Tensor, "prompt ..."]] = field(default_factory=dict)
     """By hook point, the activations of the reference prompts, for resampling."""
+    by: MeansBy = "kind"
+    """What the groups of `means` are."""
 
     def __repr__(self) -> str:
-        held = [f"{name} at {len(part)} hook points" for name, part in vars(self).items() if part]
+        held = [f"{name} at {len(part)} hook points" for name, part in vars(self).items() if name != "by" and part]
         return f"AblationBaseline({', '.join(held)})"
 
 
-def groups_of(prompts: Prompts) -> Int[Tensor, "prompt pos"]:
-    """Returns the group of each token: its kind, and whether it belongs to the test example.
+def default_groups(prompts: Prompts) -> MeansBy:
+    """Returns `"position"` for aligned texts, and `"kind"` for all other prompts.
+
+    Aligned are at least eight prompts of one length, each of whose named positions (`Prompts.positions`) lies at the
+    same place in all. Of fewer, too much of a mean is the prompt's own activation.
+    """
+    places = prompts.positions.values()
+    aligned = len(prompts) >= 8 and bool(prompts.mask.all()) and all(len(columns.unique()) == 1 for columns in places)
+    return "position" if places and aligned else "kind"
+
+
+def groups_of(prompts: Prompts, by: MeansBy = "kind") -> Int[Tensor, "prompt pos"]:
+    """Returns the group of each token, over which mean ablation takes its means.
 
     Means over groups keep what all prompts have in common at such tokens, so that ablating a head removes only what it
     carries about this prompt. Means over single positions keep more than that where all prompts share a layout (a
     previous-token head, ablated so, still works); means over all positions keep less.
+
+    Args:
+        prompts: The prompts.
+        by: `"kind"`: the kind of a token, and whether it belongs to the test example. `"position"`: its place in its
+            prompt, from 0. Names of positions: the one that it is, and one group for all tokens that have none.
+
+    Raises:
+        KeyError: A named position that the prompts do not have.
     """
-    tested = prompts.example == prompts.example.amax(1, keepdim=True)
-    return 2 * prompts.token_kinds + tested.long()
+    if by == "kind":
+        tested = prompts.example == prompts.example.amax(1, keepdim=True)
+        return 2 * prompts.token_kinds + tested.long()
+    if by == "position":
+        return (prompts.mask.cumsum(1) - 1).clamp(min=0)
+    group = torch.zeros(prompts.mask.shape, dtype=torch.long)
+    for number, name in enumerate(by, 1):
+        group[prompts.mask_of(name)] = number
+    return group
 
 
 @checked
@@ -498,7 +530,8 @@ class Ablate(_AtSite):
     """Removes the output of heads or layers.
 
     - `"zero"`: it becomes 0.
-    - `"mean"`: its mean over tokens of the same kind in the reference prompts (`groups_of`).
+    - `"mean"`: its mean over tokens of the same group in the reference prompts: of one kind, at one position, or at
+      one named position (`groups_of`).
     - `"resample"`: its value at the same position of the next reference prompt: prompt i gets i + 1, the last the
       first. The reference prompts must be as many and as long as those that run.
 
@@ -535,10 +568,12 @@ class Ablate(_AtSite):
             return old.of_run(by_name[old.name], (old.context.rows + 1) % len(by_name[old.name]))
         means = by_name[old.name].to(old.values.device)
         means = means if old.columns is None else means.index_select(1, old.columns)
-        by_token = means[old.of_tokens(groups_of(old.context.prompts))]
-        # Means of kinds that the baseline lacks are NaN. At padding, which nothing reads, they become 0.
-        if by_token[old.of_tokens(old.context.prompts.mask)].isnan().any():
-            raise ValueError("the prompts have tokens of a kind that the reference prompts lack: take others")
+        group = old.of_tokens(groups_of(old.context.prompts, baseline.by))
+        # Means of groups that the baseline lacks are NaN. At padding, which nothing reads, they become 0.
+        by_token = means[group.clamp(max=len(means) - 1)]
+        if (by_token.flatten(2).isnan().any(2) | (group >= len(means)))[old.of_tokens(old.context.prompts.mask)].any():
+            place = "at a position" if baseline.by == "position" else "of a kind"
+            raise ValueError(f"the prompts have tokens {place} that the reference prompts lack: take others")
         return by_token.nan_to_num(0)
 
 

@@ -16,8 +16,8 @@ def measured(prompts: Prompts, logits: Tensor) -> dict[tuple[str, str], list[flo
     found: dict[tuple[str, str], list[float]] = {}
     columns = prompts.targets[["prompt", "query_pos", "token", "kind"]]
     for row, (prompt, query, token, kind) in enumerate(columns.itertuples(index=False)):
-        assert prompts.correct is not None
-        right = int(logits[prompt, query].argmax()) in prompts.answer_tokens[prompts.correct[row]].tolist()
+        allowed = [token] if prompts.correct is None else prompts.answer_tokens[prompts.correct[row]].tolist()
+        right = int(logits[prompt, query].argmax()) in allowed
         log_prob = float(logits[prompt, query].double().log_softmax(0)[token])
         for which in ("all", kind):
             found.setdefault((which, "log_prob"), []).append(log_prob)

@@ -6,12 +6,12 @@ from typing import Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from align_circuits.checks import checked
 from align_circuits.heads.effects import check_screen, edit_effects
-from align_circuits.hooks.edits import Ablate, AblationBaseline, Patch, groups_of
+from align_circuits.hooks.edits import Ablate, AblationBaseline, MeansBy, Patch, default_groups, groups_of
 from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
@@ -35,6 +35,7 @@ def ablate_heads(
     *,
     heads: Sequence[HeadLike] | None = None,
     baseline: Prompts | None = None,
+    by: MeansBy | None = None,
     metrics: Sequence[Metric] = BOTH,
     screen: float | None = None,
     options: RunOptions = RunOptions(),
@@ -46,9 +47,10 @@ def ablate_heads(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets.
-        how: `"mean"` over tokens of the same kind, `"resample"` from another prompt, or `"zero"`.
+        how: `"mean"` over tokens of the same group, `"resample"` from another prompt, or `"zero"`.
         heads: Which heads, as `(2, 3)` or `"L2H3"`; all by default.
         baseline: The prompts whose activations replace those of the head; by default `prompts`.
+        by: With `"mean"`: which tokens are a group, as for `ablation_baseline`.
         metrics: What is measured, as `Pair.metric`; `"kl"` is the divergence from the intact model.
         screen: A share of the heads, as for `patch_heads`: these are ablated, and the others' effects estimated.
         options: Engine and batch size.
@@ -63,15 +65,19 @@ def ablate_heads(
             screen that is no share, or one without a metric that has a gradient.
     """
     selected, source = heads_of(model.cfg, heads), None
+    if how == "mean" and by is None and default_groups(prompts) == "kind":
+        by = "kind"  # whatever the baseline prompts are: the tokens that run must be in its groups
     check_screen(screen)
     if how == "resample":
         _check_resampling(baseline or prompts)
         # Each prompt's activations are replaced by the next one's.
         source, edit = (baseline or prompts)[[*range(1, len(baseline or prompts)), 0]], Patch()
     else:
-        edit = Ablate(how=how, baseline=ablation_baseline(model, baseline or prompts, how, options=options))
+        edit = Ablate(how=how, baseline=ablation_baseline(model, baseline or prompts, how, by=by, options=options))
     targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
     settings = {"how": how, "baseline": (baseline or prompts).digest, "metrics": targets.names}
+    if isinstance(edit, Ablate) and edit.baseline is not None and how == "mean":
+        settings["by"] = edit.baseline.by if isinstance(edit.baseline.by, str) else [*edit.baseline.by]
     settings |= {} if screen is None else {"screen": screen}
     return edit_effects(
         model,
@@ -94,6 +100,7 @@ def ablation_baseline(
     prompts: Prompts,
     how: How = "mean",
     *,
+    by: MeansBy | None = None,
     site: Site = "z",
     layers: Sequence[int] | None = None,
     hook: str | None = None,
@@ -105,6 +112,11 @@ def ablation_baseline(
         model: The model that will be ablated.
         prompts: The baseline prompts.
         how: `"mean"` keeps one mean for each group of tokens, `"resample"` every activation; `"zero"` needs nothing.
+        by: With `"mean"`: whether tokens of one `"kind"` are a group, or those at one `"position"`, or those at one of
+            these named positions, with all others as one more group. By default positions where prompts are aligned
+            texts (at least eight of one length, with named positions at the same places), and kinds otherwise. Tokens
+            of texts from which nothing is predicted any more, such as the answer, are left out of means over kinds and
+            names.
         site: Which activations.
         layers: In which layers; all by default.
         hook: The full name of a hook point instead, as for `Ablate(hook=...)`.
@@ -113,6 +125,8 @@ def ablation_baseline(
     Raises:
         ValueError: An unknown kind or site, or prompts that cannot be resampled: a single one, or some of them padded.
     """
+    if by is not None and how != "mean":
+        raise ValueError(f"by={by!r} with how={how!r}: groups of tokens are for 'mean' alone; leave it out")
     if how not in ("zero", "mean", "resample"):
         raise ValueError(f"how={how!r}: choose 'mean', 'resample' or 'zero'")
     if site not in HEAD_SITES + LAYER_SITES:
@@ -127,17 +141,19 @@ def ablation_baseline(
     if any(map(is_pattern, names)):
         raise ValueError("a pattern has no mean over tokens of a kind: resample it, set it to zero, or clamp it")
     # Within a call that ablates several times, such as `localize`, each mean is measured once.
-    measured_on = (prompts.digest, prompts.token_kinds.numpy().tobytes(), options.engine, options.batch_size)
+    by = default_groups(prompts) if by is None else by
+    group = groups_of(prompts, by)
+    measured_on = (prompts.digest, by, group.numpy().tobytes(), options.engine, options.batch_size)
     means: dict[str, Tensor] = once_a_call(model, ("means", *measured_on), dict)
     if missing := [name for name in names if name not in means]:
         identity = {"verb": "ablation_baseline", "model": model_provenance(model), "prompts": prompts.digest}
-        identity |= {"hooks": missing, "engine": options.engine, "batch_size": options.batch_size}
+        identity |= {"hooks": missing, "by": by, "engine": options.engine, "batch_size": options.batch_size}
         parts = SweepParts(options.cache_dir, "means for ablations", identity)
         # Kept like the sweep that they serve, which is another one where they differ in the last bit.
-        computes = {"means": lambda: (_means_by_group(model, prompts, missing, options).numpy(), "")}
+        computes = {"means": lambda: (_means_by_group(model, prompts, group, missing, options).numpy(), "")}
         ((_, values, _),) = parts.measure(computes)
         means |= {name: torch.from_numpy(value) for name, value in zip(missing, values, strict=True)}
-    return AblationBaseline(means={name: means[name] for name in names})
+    return AblationBaseline(means={name: means[name] for name in names}, by=by)
 
 
 def _check_resampling(prompts: Prompts) -> None:
@@ -149,10 +165,10 @@ def _check_resampling(prompts: Prompts) -> None:
 
 
 def _means_by_group(
-    model: HookedModel, prompts: Prompts, names: Sequence[str], options: RunOptions
+    model: HookedModel, prompts: Prompts, group: Int[Tensor, "prompt pos"], names: Sequence[str], options: RunOptions
 ) -> Float[Tensor, "hook group ..."]:
     """The mean activation at each hook point of each group of tokens."""
-    group, count = groups_of(prompts), 2 * len(TokenKind)
+    count, counted = int(group.max()) + 1, prompts.mask & ~_unread(prompts)
     sums: dict[str, Tensor] = {}
     seen = {name: torch.zeros(len(prompts), dtype=torch.bool) for name in names}
 
@@ -160,7 +176,7 @@ def _means_by_group(
         new = ~seen[name][rows]  # a batch that ran out of memory comes again, and counts once
         rows, activation = rows[new], activation[new.to(activation.device)]
         length = activation.shape[1]
-        real = prompts.mask[rows, -length:].to(activation.device)
+        real = counted[rows, -length:].to(activation.device)
         place = group[rows, -length:].to(activation.device)[real]
         # Sums over thousands of tokens lose digits in float32.
         if name not in sums:
@@ -176,5 +192,12 @@ def _means_by_group(
         on_activation={name: lambda rows, x, name=name: add(name, rows, x) for name in names},
         options=options,
     )
-    tokens = torch.bincount(group[prompts.mask], minlength=count)
+    tokens = torch.bincount(group[counted], minlength=count)
     return torch.stack([(sums[name].cpu() / tokens.view(-1, *[1] * (sums[name].ndim - 1))).float() for name in names])
+
+
+def _unread(prompts: Prompts) -> Bool[Tensor, "prompt pos"]:
+    """The tokens of texts after the last that a target is predicted from; no mean is about them."""
+    length, (prompt, query) = prompts.mask.shape[1], map(prompts.column, ("prompt", "query_pos"))
+    last = torch.full((len(prompts),), length).scatter_reduce(0, prompt, query, "amax", include_self=False)
+    return (torch.arange(length) > last[:, None]) & (prompts.token_kinds == TokenKind.TEXT)

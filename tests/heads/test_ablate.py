@@ -11,6 +11,7 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
+from align_circuits.hooks.edits import default_groups
 from align_circuits.prompts.prompts import Prompts
 
 TASK = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
@@ -28,22 +29,29 @@ def z_of(model: Any, prompts: Prompts) -> list[Tensor]:
     return [cache["z", layer] for layer in range(2)]
 
 
-def group_of(prompts: Prompts) -> dict[tuple[int, int], tuple[int, bool]]:
-    """Of each token its role, and whether it belongs to the last example."""
-    roles, example, last = prompts.token_kinds.tolist(), prompts.example.tolist(), int(prompts.example.max())
-    places = [(i, pos) for i in range(len(prompts)) for pos in range(len(roles[i]))]
-    return {(i, pos): (roles[i][pos], example[i][pos] == last) for i, pos in places}
+def group_of(prompts: Prompts, by: Any = "kind") -> dict[tuple[int, int], Any]:
+    """Of each token its kind, and whether it belongs to the last example; or its position; or its name, if any."""
+    kinds, example, last = prompts.token_kinds.tolist(), prompts.example.tolist(), int(prompts.example.max())
+    places = [(i, pos) for i in range(len(prompts)) for pos in range(len(kinds[i]))]
+    if by == "kind":
+        return {(i, pos): (kinds[i][pos], example[i][pos] == last) for i, pos in places}
+    if by == "position":
+        return {(i, pos): pos for i, pos in places}
+    return {(i, pos): [name for name in by if prompts.positions[name][i] == pos] or None for i, pos in places}
 
 
-def looped(model: Any, prompts: Prompts, how: str, reference: Prompts) -> dict[tuple, float]:
+def looped(model: Any, prompts: Prompts, how: str, reference: Prompts, by: Any = "kind") -> dict[tuple, float]:
     """What ablating each head changes, by layer, head, kind and metric."""
-    cached, groups, alike = z_of(model, reference), group_of(prompts), group_of(reference)
+    cached, groups, alike = z_of(model, reference), group_of(prompts, by), group_of(reference, by)
+    answers = {(i, pos) for i, pos in reference.targets[["prompt", "target_pos"]].to_numpy().tolist()}
+    if "END" in reference.positions:  # own texts, whose answer nothing is read from
+        alike = {token: its for token, its in alike.items() if token not in answers}
 
     def ablate(z: Tensor, layer: int, head: int) -> Tensor:
         values = cached[layer][:, :, head]
         means = {
-            group: torch.stack([values[token] for token, its in alike.items() if its == group]).mean(0)
-            for group in set(alike.values())
+            str(group): torch.stack([values[token] for token, its in alike.items() if its == group]).mean(0)
+            for group in alike.values()
         }
         for (i, pos), group in groups.items():
             if how == "zero":
@@ -51,7 +59,7 @@ def looped(model: Any, prompts: Prompts, how: str, reference: Prompts) -> dict[t
             elif how == "resample":
                 z[i, pos, head] = values[(i + 1) % len(prompts), pos]
             else:
-                z[i, pos, head] = means[group]
+                z[i, pos, head] = means.get(str(group), 0)  # 0 at the answer, which nothing reads
         return z
 
     return changes(model, prompts, "z", range(4), ablate)
@@ -70,6 +78,21 @@ def test_equals_a_loop(models, name, prompts, how, char_tokenizer):
         assert {v for (*_, metric), v in expected.items() if metric == "accuracy"} != {0.0}
 
 
+@pytest.mark.parametrize("by", [None, "position", "kind", ("second",)])
+def test_means_over_own_texts_equal_a_loop(models, char_tokenizer, by):
+    model, texts = models["llama"], ["abcd:", "bcda:", "acbd:", "dcba:", "abdc:", "cdab:", "badc:", "cadb:"]
+    at = {"second": [1, 1, 1, 1, 1, 1, 1, 2 if by == "kind" else 1]}  # named there, they are not aligned
+    prompts = Prompts.from_texts(texts, char_tokenizer, answer=[text[1] for text in texts], positions=at)
+    assert default_groups(prompts) == ("kind" if by == "kind" else "position") and default_groups(prompts[:7]) == "kind"
+    table = ablate_heads(model, prompts, by=None if by == "kind" else by)
+    expected = looped(model, prompts, "mean", prompts, by or "position")
+    value = table.frame.set_index(["layer", "head", "kind", "metric"])["value"].to_dict()
+    assert {key: value[key] for key in value if key[2] == "all"} == pytest.approx(
+        {key: expected[key] for key in value if key[2] == "all"}, abs=1e-5
+    )
+    assert table.provenance.settings["by"] == (list(by) if isinstance(by, tuple) else by or "position")
+
+
 def test_intervals_and_provenance(llama, prompts):
     table = ablate_heads(llama, prompts, heads=[(1, 2), (0, 1)])
     frame: Any = table.frame
@@ -80,7 +103,9 @@ def test_intervals_and_provenance(llama, prompts):
     assert set(zip(frame["layer"], frame["head"], strict=True)) == {(1, 2), (0, 1)}
     provenance = table.provenance
     assert (provenance.verb, provenance.engine) == ("ablate_heads", "replay")
-    assert provenance.settings == {"how": "mean", "baseline": prompts.digest, "metrics": ["log_prob", "accuracy"]}
+    assert provenance.settings == {
+        **{"how": "mean", "by": "kind", "baseline": prompts.digest, "metrics": ["log_prob", "accuracy"]}
+    }
     assert provenance.data["digest"] == prompts.digest
     assert ac.ablate_heads(llama, prompts, heads=[]).frame.empty
 
@@ -142,6 +167,11 @@ def test_refusals(llama, prompts, char_tokenizer):
             lambda: ablate_heads(llama, prompts, baseline=Prompts.from_tokens([[1, 2, 3], [4, 5, 6]])),
             "tokens of a kind that the reference prompts lack",
         ),
+        (
+            lambda: ablate_heads(llama, prompts, baseline=Prompts.from_tokens([[1, 2, 3]]), by="position"),
+            "tokens at a position that the reference prompts lack",
+        ),
+        (lambda: ablate_heads(llama, prompts, "zero", by="kind"), "groups of tokens are for 'mean' alone"),
     ]:
         with pytest.raises(ValueError, match=message):
             run()
