@@ -539,8 +539,8 @@ class Ablate(_AtSite):
     compensate (McGrath et al., 2023, "The Hydra Effect"). The control is the same ablation of as many other heads.
     """
 
-    how: Literal["zero", "mean", "resample"] = "zero"
-    """What replaces the output. (`ablate_heads` and `localize` take `"mean"` by default.)"""
+    how: Literal["zero", "mean", "resample"] = "mean"
+    """What replaces the output."""
     baseline: AblationBaseline | None = None
     """For `"mean"` and `"resample"`: what `ablation_baseline` returned."""
 

@@ -253,7 +253,7 @@ def test_edits(models, pair, name, engine):
         elif name == "steer":
             edit = ac.Steer(site="resid_pre", layers=[1], positions=later, vector=torch.ones(32))
         else:
-            edit = ac.Ablate(heads, "rot_k" if name == "rotated" else "k")
+            edit = ac.Ablate(heads, "rot_k" if name == "rotated" else "k", how="zero")
         return ac.evaluate(model, pair.clean, edits=[edit], options=ac.RunOptions(engine=engine))
 
     there_as_here(models, edited)
@@ -275,7 +275,7 @@ def test_edits_whose_values_are_on_the_gpu(llamas, pair):
 
 def test_plain_hooks(llamas, pair):
     prompts = pair.clean
-    edits = [ac.Clamp([(0, 1)], "lookup"), ac.Ablate([(1, 1)], positions=torch.ones_like(prompts.mask))]
+    edits = [ac.Clamp([(0, 1)], "lookup"), ac.Ablate([(1, 1)], positions=torch.ones_like(prompts.mask), how="zero")]
 
     def logits(model: Any) -> torch.Tensor:
         hooks = [hook for edit in edits for hook in edit.fwd_hooks(model, prompts)]

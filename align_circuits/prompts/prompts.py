@@ -374,6 +374,21 @@ class Prompts:
         named = {name: replace(relation, name=name) for name, relation in relations.items()}
         return replace(self, relations={**self.relations, **named})
 
+    @checked
+    def with_token_kinds(self, **kinds: TokenKind) -> "Prompts":
+        """Returns the prompts with the tokens at named positions of these kinds: means for ablation go by them.
+
+        Args:
+            kinds: By the name of a position, its kind.
+
+        Raises:
+            KeyError: A named position that the prompts do not have.
+        """
+        changed = self.token_kinds.clone()
+        for name, kind in kinds.items():
+            changed[self.mask_of(name)] = kind
+        return replace(self, token_kinds=changed)
+
     @classmethod
     @checked
     def from_tokens(

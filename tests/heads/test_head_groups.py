@@ -96,7 +96,7 @@ def test_roles_that_are_tested_by_renaming_have_one_round(split):
     prompts = ac.RepeatedTokensTask(length=8).sample(12, model.tokenizer, seed=0)
     result = ac.localize(model, prompts, roles=["duplicate", "previous"], n_controls=0, groups=True)
     assert {member.round for member in result.groups["duplicate"]} <= {1}
-    edit = Ablate([(0, 0)])
+    edit = Ablate([(0, 0)], how="zero")
     with pytest.raises(ValueError, match="tested by renaming tokens"):
         p_values(model, prompts, ["duplicate"], edits=[edit])
 

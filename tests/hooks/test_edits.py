@@ -186,7 +186,7 @@ class TestBesideHooksByHand:
         model = models(name)
         for positions in (None, POSITIONS):
             expected = by_hand(model, PADDED, site, lambda *_: 0.0, positions)
-            assert_edit_is(model, PADDED, ac.Ablate(**place(site), positions=positions), expected)
+            assert_edit_is(model, PADDED, ac.Ablate(**place(site), positions=positions, how="zero"), expected)
 
     @pytest.mark.parametrize(("site", "name"), product((site for site in SITES if site != "pattern"), NAMES))
     def test_steer(self, models, name, site):
@@ -279,7 +279,7 @@ class TestBesideHooksByHand:
         with torch.no_grad():
             logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", silence)])
         expected = logits[prompts.column("prompt"), prompts.column("query_pos")].double()
-        assert_edit_is(model, prompts, ac.Ablate([(layer, head)]), expected)
+        assert_edit_is(model, prompts, ac.Ablate([(layer, head)], how="zero"), expected)
 
 
 class TestParts:
@@ -317,7 +317,7 @@ class TestParts:
 
     def test_a_direction_is_projected_out(self, models):
         model, some = models("llama"), torch.randn(32, generator=torch.Generator().manual_seed(5))
-        edit = ac.Ablate(layers=[0], site="resid_post", direction=some)
+        edit = ac.Ablate(layers=[0], site="resid_post", direction=some, how="zero")
         after = capture(model, PADDED, ["blocks.0.hook_resid_post"], edits=[edit])["blocks.0.hook_resid_post"]
         before = capture(model, PADDED, ["blocks.0.hook_resid_post"])["blocks.0.hook_resid_post"]
         unit = some / some.norm()
@@ -366,15 +366,15 @@ class TestParts:
         places = {"a": torch.tensor([4, 8, 5]), "b": torch.tensor([9, 9, 9])}
         model, prompts = models("llama"), replace(PADDED, positions=places)
         for names in ("a", ["a", "b"]):
-            edits = [ac.Ablate(HEADS, positions=where) for where in (names, prompts.mask_of(names))]
+            edits = [ac.Ablate(HEADS, positions=where, how="zero") for where in (names, prompts.mask_of(names))]
             one, other = (logits_of(model, prompts, edits=[edit], batch_size=2)[0] for edit in edits)
             assert torch.equal(one, other) and not torch.equal(one, logits_of(model, prompts)[0])
         with pytest.raises(KeyError, match="no position 'c' in these prompts; they have 'a', 'b'"):
-            ac.evaluate(model, prompts, edits=[ac.Ablate(HEADS, positions="c")])
-        hooks = ac.Ablate(HEADS, positions="a").fwd_hooks(model, prompts[:1])
+            ac.evaluate(model, prompts, edits=[ac.Ablate(HEADS, positions="c", how="zero")])
+        hooks = ac.Ablate(HEADS, positions="a", how="zero").fwd_hooks(model, prompts[:1])
         assert len(hooks) == 2
         with pytest.raises(ValueError, match=r"named positions depend on the prompts: give them, as in fwd_hooks"):
-            ac.Ablate(HEADS, positions="a").fwd_hooks(model)
+            ac.Ablate(HEADS, positions="a", how="zero").fwd_hooks(model)
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -393,12 +393,27 @@ class TestParts:
     @pytest.mark.parametrize(
         ("edit", "message"),
         [
-            (ac.Ablate([(0, 0)], neurons=[1, 8, -1]), "no neuron 8 at 'blocks.0.attn.hook_z': it has 8, counted"),
-            (ac.Ablate([(0, 0)], neurons=[1, -1, 8]), "no neuron -1 at 'blocks.0.attn.hook_z': it has 8, counted"),
-            (ac.Ablate([(0, 0)], direction=torch.ones(9)), "a direction of 9 numbers at 'blocks.0.attn.* give 8"),
-            (ac.Ablate([(0, 0)], site="pattern", neurons=[0]), "has neither neurons nor directions"),
-            (ac.Ablate(hook="ln_final.hook_norm"), "no hook point 'ln_final.hook_norm' .*ln_final.hook_normalized"),
-            (ac.Ablate(hook="hook_pos_embed"), "'hook_pos_embed' never fired.* Among those that fire are .*hook_embed"),
+            (
+                ac.Ablate([(0, 0)], neurons=[1, 8, -1], how="zero"),
+                "no neuron 8 at 'blocks.0.attn.hook_z': it has 8, counted",
+            ),
+            (
+                ac.Ablate([(0, 0)], neurons=[1, -1, 8], how="zero"),
+                "no neuron -1 at 'blocks.0.attn.hook_z': it has 8, counted",
+            ),
+            (
+                ac.Ablate([(0, 0)], direction=torch.ones(9), how="zero"),
+                "a direction of 9 numbers at 'blocks.0.attn.* give 8",
+            ),
+            (ac.Ablate([(0, 0)], site="pattern", neurons=[0], how="zero"), "has neither neurons nor directions"),
+            (
+                ac.Ablate(hook="ln_final.hook_norm", how="zero"),
+                "no hook point 'ln_final.hook_norm' .*ln_final.hook_normalized",
+            ),
+            (
+                ac.Ablate(hook="hook_pos_embed", how="zero"),
+                "'hook_pos_embed' never fired.* Among those that fire are .*hook_embed",
+            ),
             (ac.Ablate(hook="hook_embed", how="mean"), r"ablation_baseline\(model, prompts, how='mean', hook='hook_e"),
         ],
     )
@@ -410,7 +425,7 @@ class TestTogether:
     @pytest.mark.parametrize("name", NAMES)
     def test_edits_that_meet_apply_in_order(self, models, name):
         model, vector = models(name), torch.ones(8)
-        steer, zero = ac.Steer([(1, 1), (1, 2)], vector=vector), ac.Ablate([(1, 1)])
+        steer, zero = ac.Steer([(1, 1), (1, 2)], vector=vector), ac.Ablate([(1, 1)], how="zero")
         for edits, ones in (([zero, steer], True), ([steer, zero], False)):
 
             def hook(z, ones=ones, **_):
@@ -429,7 +444,7 @@ class TestTogether:
         means, values = ablation_baseline(model, PADDED), capture(model, PADDED, ["blocks.1.hook_resid_pre"])
         flipped = {name: value.flip(2) for name, value in values.items()}
         for edit in (
-            ac.Ablate(HEADS),
+            ac.Ablate(HEADS, how="zero"),
             ac.Ablate(HEADS, how="mean", baseline=means, positions=POSITIONS),
             ac.Patch(layers=[1], site="resid_pre", values=flipped),
             ac.Clamp(HEADS, "induction"),
@@ -444,7 +459,7 @@ class TestTogether:
     def test_hooks_do_without_prompts_where_the_edit_does(self, models):
         model = models("llama")
         patch = ac.Patch([(1, 2)], values=capture(model, EQUAL, ["blocks.1.attn.hook_z"]))
-        edits = [ac.Ablate([(0, 1)]), patch]
+        edits = [ac.Ablate([(0, 1)], how="zero"), patch]
         with torch.no_grad():
             hooks = [hook for edit in edits for hook in edit.fwd_hooks(model)]
             logits = model.run_with_hooks(EQUAL.tokens, fwd_hooks=hooks)
@@ -469,7 +484,7 @@ class TestTogether:
             prompt=torch.arange(3),
             query=torch.full((3,), 8),
             on_activation={"blocks.0.attn.hook_z": lambda rows, z: found.update({int(rows[0]): z.clone()})},
-            edits=[ac.Ablate([(0, 1)])],
+            edits=[ac.Ablate([(0, 1)], how="zero")],
             options=ac.RunOptions(batch_size=2),
         )
         assert set(found) == {0, 2} and all((z[:, :, 1] == 0).all() and (z[:, :, 0] != 0).any() for z in found.values())
@@ -500,7 +515,7 @@ class TestEngines:
         for site, plain in pairs:
             if name == "gpt_neox" and site.startswith("rot"):  # whose queries TransformerLens cannot patch
                 fast, reference = (
-                    logits_of(model, PADDED, edits=[ac.Ablate(**whole, site=s)], engine=e)
+                    logits_of(model, PADDED, edits=[ac.Ablate(**whole, site=s, how="zero")], engine=e)
                     for s, e in ((site, "fast"), (plain, "reference"))
                 )
             else:
@@ -519,7 +534,7 @@ class TestEngines:
             assert (fast[0] - logits_of(model, PADDED)[0]).abs().max() > 1e-2
 
     def test_rows_of_attention_come_after_an_edit_of_the_pattern(self, models):
-        edit = ac.Ablate(HEADS, site="pattern")
+        edit = ac.Ablate(HEADS, site="pattern", how="zero")
         rows: dict[str, Any] = {"prompt": torch.tensor([0, 1]), "query": torch.tensor([9, 9])}
         found: dict[Any, Tensor] = {}
         for engine in ("fast", "reference"):
@@ -537,7 +552,7 @@ class TestEngines:
 
     @pytest.mark.parametrize(("name", "site"), [("gpt2", "q"), ("gpt_neox", "q")])
     def test_silent_sites_go_to_the_reference(self, models, name, site):
-        model, edit = models(name), ac.Ablate(HEADS, site=site)
+        model, edit = models(name), ac.Ablate(HEADS, site=site, how="zero")
         assert logits_of(model, EQUAL)[1] == "fast"
         assert logits_of(model, EQUAL, edits=[edit])[1] == "reference"
         message = rf"hook_{site}' does not fire under it; use RunOptions\(engine='reference'|hook_{site} d"
@@ -579,9 +594,9 @@ class TestAfterwards:
         with torch.no_grad():
             before = model(EQUAL.tokens)
             steer = ac.Steer(layers=[0], site="mlp_out", vector=torch.ones(32))
-            ac.evaluate(model, EQUAL, edits=[ac.Ablate(HEADS), steer])
+            ac.evaluate(model, EQUAL, edits=[ac.Ablate(HEADS, how="zero"), steer])
             ac.score_heads(model, EQUAL, edits=[ac.Clamp(HEADS, "previous")])
-            with model.hooks(fwd_hooks=ac.Ablate(HEADS).fwd_hooks(model)):
+            with model.hooks(fwd_hooks=ac.Ablate(HEADS, how="zero").fwd_hooks(model)):
                 assert not torch.equal(model(EQUAL.tokens), before)
             assert torch.equal(model(EQUAL.tokens), before)
             for engine in ("auto", "reference"):
@@ -593,8 +608,8 @@ class TestAfterwards:
     def test_the_callers_hooks_stay(self, random_hf_model):
         model = ac.load(random_hf_model("llama"))
         model.add_hook("blocks.0.attn.hook_z", lambda z, **_: z * 0)
-        ac.Ablate(HEADS).fwd_hooks(model)
-        ac.evaluate(model, EQUAL, edits=[ac.Ablate(HEADS)])
+        ac.Ablate(HEADS, how="zero").fwd_hooks(model)
+        ac.evaluate(model, EQUAL, edits=[ac.Ablate(HEADS, how="zero")])
         assert len(model.hook_dict["blocks.0.attn.hook_z"].fwd_hooks) == 1
 
     def test_dropout_stays_off_and_every_module_keeps_its_mode(self, random_hf_model):
@@ -606,8 +621,8 @@ class TestAfterwards:
             everyone = [*model.modules(), *model.original_model.modules()]
             modes = [module.training for module in everyone]
             assert any(modes) and not all(modes)
-            ac.Ablate(HEADS).fwd_hooks(model)
-            one, two = (logits_of(model, EQUAL, edits=[ac.Ablate(HEADS)])[0] for _ in range(2))
+            ac.Ablate(HEADS, how="zero").fwd_hooks(model)
+            one, two = (logits_of(model, EQUAL, edits=[ac.Ablate(HEADS, how="zero")])[0] for _ in range(2))
             assert torch.equal(one, two)
             assert modes == [module.training for module in everyone]
 
@@ -616,29 +631,37 @@ class TestRefusals:
     def test_hooks_that_never_fire(self):
         model = plain_model()
         model.blocks[1].forward = lambda residual, _hidden: residual
-        for edit in (ac.Ablate([(1, 0)]), ac.Ablate(layers=[1], site="mlp_out")):
+        for edit in (ac.Ablate([(1, 0)], how="zero"), ac.Ablate(layers=[1], site="mlp_out", how="zero")):
             refused(r"'blocks.1.*' never fired.*silent are 1 of 1", edit.fwd_hooks, model)
             refused("never fired", ac.evaluate, model, EQUAL, edits=[edit])
 
     def test_hooks_that_do_not_exist(self):
         model = plain_model()
         model.cfg = replace(model.cfg, n_layers=3)
-        refused(r"no hook point 'blocks.2.attn.hook_z' in this HandBuilt", ac.Ablate([(2, 0)]).fwd_hooks, model)
+        refused(
+            r"no hook point 'blocks.2.attn.hook_z' in this HandBuilt", ac.Ablate([(2, 0)], how="zero").fwd_hooks, model
+        )
 
     @pytest.mark.parametrize(
         ("edit", "message"),
         [
-            (ac.Ablate([(2, 0)]), "no head L2H0: this model has layers 0 to 1 with heads 0 to 3"),
-            (ac.Ablate([(0, -1)]), "no head L0H-1"),
-            (ac.Ablate([(0, 1), (1, 4)]), "no head L1H4"),
-            (ac.Ablate(layers=[2], site="mlp_out"), "no layer 2: this model has layers 0 to 1"),
-            (ac.Ablate(), "takes place at heads: name at least one, and no layers"),
-            (ac.Ablate([(0, 0)], layers=[0]), "takes place at heads: name at least one, and no layers"),
-            (ac.Ablate([(0, 0)], site="resid_pre"), "takes place at layers: name at least one, and no heads"),
+            (ac.Ablate([(2, 0)], how="zero"), "no head L2H0: this model has layers 0 to 1 with heads 0 to 3"),
+            (ac.Ablate([(0, -1)], how="zero"), "no head L0H-1"),
+            (ac.Ablate([(0, 1), (1, 4)], how="zero"), "no head L1H4"),
+            (ac.Ablate(layers=[2], site="mlp_out", how="zero"), "no layer 2: this model has layers 0 to 1"),
+            (ac.Ablate(how="zero"), "takes place at heads: name at least one, and no layers"),
+            (ac.Ablate([(0, 0)], layers=[0], how="zero"), "takes place at heads: name at least one, and no layers"),
+            (
+                ac.Ablate([(0, 0)], site="resid_pre", how="zero"),
+                "takes place at layers: name at least one, and no heads",
+            ),
             (ac.Clamp([], "induction"), "takes place at heads: name at least one"),
             (ac.Clamp([(0, 4)], "induction"), "no head L0H4"),
-            (ac.Ablate([(0, 2)], site="k"), "share a key head cannot change their k apart: name all of L0H2 L0H3"),
-            (ac.Ablate([(1, 1), (1, 2)], site="v"), "name all of L1H0 L1H1 L1H2 L1H3"),
+            (
+                ac.Ablate([(0, 2)], site="k", how="zero"),
+                "share a key head cannot change their k apart: name all of L0H2 L0H3",
+            ),
+            (ac.Ablate([(1, 1), (1, 2)], site="v", how="zero"), "name all of L1H0 L1H1 L1H2 L1H3"),
             (ac.Ablate([(0, 0)], how="mean"), r"needs a baseline that has 'blocks.0.attn.hook_z'"),
             (ac.Ablate([(0, 0)], how="resample"), r"needs a baseline .* ablation_baseline\(.*, how='resample'"),
             (ac.Patch([(1, 0)]), "no values for 'blocks.1.attn.hook_z': this patch has none"),
@@ -647,8 +670,11 @@ class TestRefusals:
             (ac.Steer([(0, 0)], vector=torch.ones(32)), r"a vector of shape \(32,\) .* give 8 numbers"),
             (ac.Steer(layers=[0], site="resid_pre", vector=torch.ones(8)), "give 32 numbers"),
             (ac.Steer([(0, 0)], site="pattern", vector=torch.ones(9)), "any site but 'pattern'"),
-            (ac.Ablate([(0, 0)], layers=[0], site="resid_pre"), "takes place at layers: name at least one, and no h"),
-            (ac.Ablate(site="resid_pre"), "takes place at layers: name at least one, and no heads"),
+            (
+                ac.Ablate([(0, 0)], layers=[0], site="resid_pre", how="zero"),
+                "takes place at layers: name at least one, and no h",
+            ),
+            (ac.Ablate(site="resid_pre", how="zero"), "takes place at layers: name at least one, and no heads"),
         ],
     )
     def test_edits_that_make_no_sense(self, models, edit, message):
@@ -657,13 +683,13 @@ class TestRefusals:
     def test_unknown_names(self, models):
         model, wrong = models("llama"), {"site": "attn"}
         with pytest.raises(ValueError, match="site='attn': choose one of z, q, k, v, pattern, rot_q, rot_k, resid_pre"):
-            unchecked(ac.Ablate([(0, 0)]), **wrong).fwd_hooks(model)
+            unchecked(ac.Ablate([(0, 0)], how="zero"), **wrong).fwd_hooks(model)
         for name in ("ln_final.hook_normalized", "hook_embed"):
             with pytest.raises(ValueError, match=f"is the name of a hook point: give it as hook='{name}'"):
-                unchecked(ac.Ablate(layers=[0]), site=name).__post_init__()
+                unchecked(ac.Ablate(layers=[0], how="zero"), site=name).__post_init__()
         with pytest.raises(ValueError, match="how='median': choose 'zero', 'mean' or 'resample'"):
-            ac.evaluate(model, EQUAL, edits=[unchecked(ac.Ablate([(0, 0)]), how="median")])
-        for edits in ([ac.Clamp([(0, 0)], "lookup")], [ac.Ablate([(0, 1)]), ac.Clamp([(0, 0)], "lookup")]):
+            ac.evaluate(model, EQUAL, edits=[unchecked(ac.Ablate([(0, 0)], how="zero"), how="median")])
+        for edits in ([ac.Clamp([(0, 0)], "lookup")], [ac.Ablate([(0, 1)], how="zero"), ac.Clamp([(0, 0)], "lookup")]):
             with pytest.raises(KeyError, match="no relation 'lookup' in these prompts; they have induction, previous"):
                 ac.evaluate(model, EQUAL, edits=edits)
 
@@ -692,7 +718,7 @@ class TestRefusals:
             for edit in (
                 ac.Patch([(0, 0)], site=site, values=values),
                 ac.Ablate([(0, 0)], site=site, how="resample", baseline=AblationBaseline(values=values)),
-                ac.Ablate([(0, 0)], site=site, positions=other.mask),
+                ac.Ablate([(0, 0)], site=site, positions=other.mask, how="zero"),
             ):
                 refused(message, ac.evaluate, model, EQUAL, edits=[edit])
             with pytest.raises(ValueError, match=message):
@@ -703,7 +729,7 @@ class TestRefusals:
         model = models("llama")
         for edit in (
             ac.Clamp([(0, 0)], "induction"),
-            ac.Ablate([(0, 0)], positions=EQUAL.mask),
+            ac.Ablate([(0, 0)], positions=EQUAL.mask, how="zero"),
             ac.Ablate([(0, 0)], how="mean", baseline=ablation_baseline(model, EQUAL)),
             ac.Patch(layers=[0], site="mlp_out", values=capture(model, EQUAL, ["blocks.0.hook_mlp_out"])),
         ):
@@ -739,16 +765,16 @@ def test_where_an_edit_starts_beside_a_loop():
         for positions in (POSITIONS, prompts.mask_of("middle"), "middle", ["end", "middle"], never):
             mask = positions if isinstance(positions, Tensor) else prompts.mask_of(positions)
             columns = [column for row in rows for column in range(length) if mask[row, column]]
-            assert ac.Ablate(HEADS, positions=positions).start(context) == min(columns, default=length)
+            assert ac.Ablate(HEADS, positions=positions, how="zero").start(context) == min(columns, default=length)
         relation = prompts.relations["induction"]
         of_last = replace(prompts, relations={"last": relation.select(relation.prompt == 2)})
         queries = [int(query) for prompt, query in zip(relation.prompt, relation.query, strict=True) if prompt in rows]
         assert ac.Clamp(HEADS, "induction").start(context) == min(queries)
         last = ac.Clamp(HEADS, "last").start(BatchContext(of_last, torch.tensor(rows)))
         assert last == (int(of_last.relations["last"].query.min()) if 2 in rows else length)
-    for edit in (ac.Ablate(HEADS), Everywhere()):
+    for edit in (ac.Ablate(HEADS, how="zero"), Everywhere()):
         assert edit.start(BatchContext.all_of(prompts)) == 0
-    edit, context = ac.Ablate(HEADS, positions=EQUAL.mask), BatchContext.all_of(prompts)
+    edit, context = ac.Ablate(HEADS, positions=EQUAL.mask, how="zero"), BatchContext.all_of(prompts)
     refused("the edit holds 3 prompts of 9 tokens, but the model runs on 3 of 10", edit.start, context)
 
 
@@ -789,10 +815,10 @@ def test_digests_tell_sets_of_edits_apart_by_all_that_they_hold(monkeypatch):
     vector, means = torch.ones(8), {"a": torch.zeros(2, 8)}
     different = [
         [],
-        [ac.Ablate([(0, 1)])],
-        [ac.Ablate([(0, 2)])],
-        [ac.Ablate([(0, 1)]), ac.Ablate([(0, 1)])],
-        [ac.Ablate([(0, 1)], site="v")],
+        [ac.Ablate([(0, 1)], how="zero")],
+        [ac.Ablate([(0, 2)], how="zero")],
+        [ac.Ablate([(0, 1)], how="zero"), ac.Ablate([(0, 1)], how="zero")],
+        [ac.Ablate([(0, 1)], site="v", how="zero")],
         [ac.Ablate([(0, 1)], how="mean", baseline=AblationBaseline(means=means))],
         [ac.Ablate([(0, 1)], how="mean", baseline=AblationBaseline(means={"b": means["a"]}))],
         [ac.Ablate([(0, 1)], how="mean", baseline=AblationBaseline(values=means))],
@@ -823,7 +849,7 @@ def test_provenance_tells_edits_apart(models):
         {"edit": "Clamp", "heads": [[1, 2]], "relation": "induction"},
         {"edit": "Steer", "site": "mlp_out", "scale": 2.0, "layers": [1], "vector": sha[:16]},
     ]
-    parts = ac.Ablate(hook="hook_embed", neurons=range(2), positions=["END"])
+    parts = ac.Ablate(hook="hook_embed", neurons=range(2), positions=["END"], how="zero")
     named = replace(EQUAL, positions={"END": torch.full((3,), 8)})
     assert ac.evaluate(model, named, edits=[parts]).provenance.settings["edits"] == [
         {"edit": "Ablate", "hook": "hook_embed", "neurons": [0, 1], "positions": ["END"], "how": "zero"}
@@ -844,20 +870,26 @@ EIGHT = dict.fromkeys("abcdefgh", torch.zeros(1))
 @pytest.mark.parametrize(
     ("edit", "shown"),
     [
-        (ac.Ablate([(1, 2), (0, 3)]), "Ablate(L1H2 L0H3)"),
-        (ac.Ablate([], site="mlp_out", layers=[1]), "Ablate(site='mlp_out', layers=[1])"),
+        (ac.Ablate([(1, 2), (0, 3)], how="zero"), "Ablate(L1H2 L0H3, how='zero')"),
+        (ac.Ablate([], site="mlp_out", layers=[1], how="zero"), "Ablate(site='mlp_out', layers=[1], how='zero')"),
         (
             ac.Ablate(["L1H2"], how="mean", baseline=AblationBaseline(means={"a": torch.zeros(10, 4)})),
-            "Ablate(L1H2, how='mean', baseline=AblationBaseline(means at 1 hook points))",
+            "Ablate(L1H2, baseline=AblationBaseline(means at 1 hook points))",
         ),
         (ac.Patch([(0, 1)], positions=torch.zeros(3, 9, dtype=torch.bool)), "Patch(L0H1, positions=bool[3, 9])"),
         (ac.Patch([(0, 1)], values={"x": torch.zeros(3, 9, 8)}), "Patch(L0H1, values={x})"),
         (ac.Clamp([(0, 1)], "<lookup>"), "Clamp(L0H1, relation='<lookup>')"),
         (ac.Steer([(0, 1)], vector=torch.zeros(8), scale=2.0), "Steer(L0H1, vector=float32[8], scale=2.0)"),
-        (ac.Ablate([(0, head) for head in range(9)]), "Ablate(L0H0 L0H1 L0H2 L0H3 L0H4 L0H5 L0H6 L0H7 ... (9 heads))"),
+        (
+            ac.Ablate([(0, head) for head in range(9)], how="zero"),
+            "Ablate(L0H0 L0H1 L0H2 L0H3 L0H4 L0H5 L0H6 L0H7 ... (9 heads), how='zero')",
+        ),
         (ac.Steer([(0, 1)], vector=torch.zeros(8), scale=float("1")), "Steer(L0H1, vector=float32[8])"),
-        (ac.Ablate(["L0KV1"]), "Ablate(['L0KV1'])"),
-        (ac.Ablate([(0, head) for head in range(8)]), "Ablate(L0H0 L0H1 L0H2 L0H3 L0H4 L0H5 L0H6 L0H7)"),
+        (ac.Ablate(["L0KV1"], how="zero"), "Ablate(['L0KV1'], how='zero')"),
+        (
+            ac.Ablate([(0, head) for head in range(8)], how="zero"),
+            "Ablate(L0H0 L0H1 L0H2 L0H3 L0H4 L0H5 L0H6 L0H7, how='zero')",
+        ),
         (ac.Patch([(0, 1)], values=EIGHT), "Patch(L0H1, values={a, b, c, d, e, f, g, h})"),
         (ac.Patch([(0, 1)], values=EIGHT | {"i": torch.zeros(1)}), "Patch(L0H1, values={a, b, c, d, e, f, g, h, ...})"),
         (ac.Steer([(0, 1)], scale=float("1")), "Steer(L0H1)"),
@@ -872,5 +904,5 @@ def test_edits_show_themselves(edit, shown):
 
 def test_rows_of_a_direction_may_be_rounded():
     fine, skewed = (torch.tensor([[1.0, 0, 0], [overlap, 1, 0]]) for overlap in (5e-5, 2e-4))
-    ac.Ablate([(0, 0)], direction=fine)
+    ac.Ablate([(0, 0)], direction=fine, how="zero")
     refused("its rows are not orthonormal", ac.Ablate, [(0, 0)], direction=skewed)

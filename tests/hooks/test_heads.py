@@ -125,7 +125,7 @@ def test_every_verb_takes_names(llama, clean):
         by_name, by_pair = verb(names), verb(pairs)
         pd.testing.assert_frame_equal(by_name.frame, by_pair.frame, check_exact=True)
         assert by_name.provenance == by_pair.provenance
-    assert edits_provenance([ac.Ablate(names)]) == edits_provenance([ac.Ablate(pairs)])
+    assert edits_provenance([ac.Ablate(names, how="zero")]) == edits_provenance([ac.Ablate(pairs, how="zero")])
     views = [ac.plots.attention(llama, clean[0], heads) for heads in (names, pairs)]
     assert list(views[0].rows) == list(views[1].rows) == pairs
     assert views[0].to_html("L1H0", "lookup") == views[0].to_html((1, 0), "lookup")
@@ -140,7 +140,7 @@ def test_every_verb_names_the_key_head_that_it_refuses(llama, clean):
     for verb in (
         lambda: ac.ablate_heads(llama, clean, heads=wrong),
         lambda: ac.patch_heads(llama, ac.Pair(clean, corrupted), heads=wrong),
-        lambda: ac.evaluate(llama, clean, edits=[ac.Ablate(wrong)]),
+        lambda: ac.evaluate(llama, clean, edits=[ac.Ablate(wrong, how="zero")]),
         lambda: completeness(llama, wrong, ac.Pair(clean, corrupted, direction="noise")),
         lambda: ac.plots.attention(llama, clean[0], wrong),
     ):

@@ -334,6 +334,8 @@ def test_masks_of_named_positions():
     prompts = with_everything(IDS)
     assert prompts.mask_of("END").nonzero().tolist() == [[0, 4], [1, 4], [2, 4]]
     assert prompts.mask_of(["END", "start"]).sum(1).tolist() == [2, 2, 2]
+    named = prompts.with_token_kinds(start=TokenKind.INPUT)
+    assert torch.equal(named.token_kinds == TokenKind.INPUT, prompts.mask_of("start"))
     assert prompts.mask_of("start").nonzero().tolist() == [[0, 0], [1, 2], [2, 1]], "behind the padding"
     assert torch.equal(prompts[[2, 1]].columns_of("start"), torch.tensor([1, 2]))
     with pytest.raises(KeyError, match="no position 'S2' in these prompts; they have none"):

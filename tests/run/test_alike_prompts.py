@@ -103,7 +103,7 @@ def test_where_nothing_is_shared_each_set_is_run(random_hf_model: Any, sets: Any
     both_ways(model, [sets[0], other])
     both_ways(model, sets, first=10)
     both_ways(model, sets, options=ac.RunOptions("reference"))
-    both_ways(model, sets, edits=[ac.Ablate([(0, 1)])])
+    both_ways(model, sets, edits=[ac.Ablate([(0, 1)], how="zero")])
     both_ways(model, sets[:1])
     both_ways(model, [sets[0], sets[1][:4]])
     both_ways(model, [sets[0], padded(sets[1], 1)])

@@ -170,7 +170,7 @@ def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | 
     resamples = what == "resample" and len(prompts) > 1 and bool(prompts.mask.all())
     how: Any = what if what == "mean" or resamples else "zero"
     if how == "zero":
-        return ac.Ablate(**place)
+        return ac.Ablate(**place, how="zero")
     reference = ablation_baseline(model, prompts, how, site=place["site"], options=ac.RunOptions(engine="reference"))
     return ac.Ablate(**place, how=how, baseline=reference)
 
@@ -295,7 +295,7 @@ def with_hook() -> HandBuilt:
     ],
 )
 def test_hand_built_models_that_compute_otherwise_are_not_replayed(make, reason):
-    model, prompts, edit_sets = make(), prompts_of(PLAIN, 0), [[], [ac.Ablate([(0, 1)])]]
+    model, prompts, edit_sets = make(), prompts_of(PLAIN, 0), [[], [ac.Ablate([(0, 1)], how="zero")]]
     found, ran = logits_of(model, prompts, edit_sets, every_row(prompts))
     assert ran == "reference"
     expected, _ = logits_of(hand_built(), prompts, edit_sets, every_row(prompts))
@@ -306,7 +306,10 @@ def test_hand_built_models_that_compute_otherwise_are_not_replayed(make, reason)
 
 def test_edits_that_no_part_of_a_hand_built_model_can_make_are_left_to_its_hooks():
     model, prompts = hand_built(), prompts_of(PLAIN, 0)
-    scores, rotated = ac.Ablate(hook="blocks.0.attn.hook_attn_scores"), ac.Ablate([(0, 1)], site="rot_q")
+    scores, rotated = (
+        ac.Ablate(hook="blocks.0.attn.hook_attn_scores", how="zero"),
+        ac.Ablate([(0, 1)], site="rot_q", how="zero"),
+    )
     pattern = ac.Patch([(0, 1)], site="pattern")
     for edit, reason in [
         (scores, "replay does not edit blocks.0.attn.hook_attn_scores"),
@@ -332,7 +335,7 @@ def every_row(prompts: Prompts) -> list[Tensor]:
 
 def test_patterns_are_edited_in_the_rows_of_their_runs(models):
     model, prompts = models(PLAIN.kind, PLAIN.dtype), prompts_of(PLAIN, 0)
-    edits = [[ac.Ablate([(layer, head)], site="pattern")] for layer, head in ((0, 0), (0, 1), (1, 0))]
+    edits = [[ac.Ablate([(layer, head)], site="pattern", how="zero")] for layer, head in ((0, 0), (0, 1), (1, 0))]
     found = replayed(model, prompts, edits, every_row(prompts))
     assert not torch.allclose(found[0], found[1])
 
@@ -340,7 +343,7 @@ def test_patterns_are_edited_in_the_rows_of_their_runs(models):
 def test_a_few_queries_equal_the_reference_engine(models):
     """With no edit after the last attention, which thus computes these queries alone."""
     rows = [torch.arange(3), torch.tensor([3, 5, 7])]
-    replayed(models("llama", torch.float32), prompts_of(PLAIN, 0), [[], [ac.Ablate([(0, 1)])]], rows)
+    replayed(models("llama", torch.float32), prompts_of(PLAIN, 0), [[], [ac.Ablate([(0, 1)], how="zero")]], rows)
 
 
 def test_earlier_positions_and_lower_layers_are_run_once(models):
@@ -377,7 +380,7 @@ def test_attention_that_is_not_fused_equals_the_fused_one(masked):
 
 def test_a_batch_that_runs_out_of_memory_is_halved(random_hf_model):
     model, prompts = ac.load(random_hf_model("llama")), prompts_of(PLAIN, 0)
-    edit_sets = [[ac.Ablate([(layer, head)])] for layer in (0, 1) for head in range(4)]
+    edit_sets = [[ac.Ablate([(layer, head)], how="zero")] for layer in (0, 1) for head in range(4)]
     expected, _ = logits_of(model, prompts, edit_sets, every_row(prompts))
     sizes, last = [], model.blocks[1].mlp.original_component.down_proj
 
@@ -401,7 +404,11 @@ def test_a_batch_that_runs_out_of_memory_is_halved(random_hf_model):
 @pytest.mark.parametrize("at", ["model.layers.0", "model.layers.1.mlp", "model.norm", "lm_head"])
 def test_a_hook_of_pytorch_on_any_module_counts(at, random_hf_model):
     """Replay runs few modules as a whole, so that a hook of the user's might not fire."""
-    model, prompts, edits = ac.load(random_hf_model("llama")), prompts_of(PLAIN, 0), [[], [ac.Ablate([(0, 1)])]]
+    model, prompts, edits = (
+        ac.load(random_hf_model("llama")),
+        prompts_of(PLAIN, 0),
+        [[], [ac.Ablate([(0, 1)], how="zero")]],
+    )
     plain, ran = logits_of(model, prompts, edits, every_row(prompts))
     assert ran == "replay"
     hf = {name.replace("._original_component", ""): each for name, each in model.original_model.named_modules()}
@@ -419,7 +426,7 @@ def test_a_hook_of_pytorch_on_any_module_counts(at, random_hf_model):
 
 def test_bfloat16_stays_near(random_hf_model):
     model, prompts = ac.load(random_hf_model("llama").to(torch.bfloat16)), prompts_of(PLAIN, 0)
-    edit_sets = [[], [ac.Ablate([(0, 1)])], [ac.Ablate(site="mlp_out", layers=[1])]]
+    edit_sets = [[], [ac.Ablate([(0, 1)], how="zero")], [ac.Ablate(site="mlp_out", layers=[1], how="zero")]]
     found, ran = logits_of(model, prompts, edit_sets, every_row(prompts))
     expected, _ = logits_of(model, prompts, edit_sets, every_row(prompts), engine="reference")
     assert ran == "replay"
@@ -430,12 +437,12 @@ def test_bfloat16_stays_near(random_hf_model):
 def test_what_the_cone_cannot_do_goes_to_the_other_engines_and_is_told(models, random_hf_model):
     prompts = prompts_of(PLAIN, 0)
     rows, llama = every_row(prompts), models("llama", torch.float32)
-    pattern, q = [ac.Patch([(0, 1)], site="pattern")], [ac.Ablate([(0, 1)], site="q")]
+    pattern, q = [ac.Patch([(0, 1)], site="pattern")], [ac.Ablate([(0, 1)], site="q", how="zero")]
     gpt2 = models("gpt2", torch.float32)
     assert logits_of(llama, prompts, [q, pattern], rows, source=prompts)[1] == "fast"
     assert logits_of(gpt2, prompts, [q, pattern], rows, source=prompts)[1] == "reference"
     other = ac.load(random_hf_model("gemma2"))
-    zero = [ac.Ablate([(0, 1)])]
+    zero = [ac.Ablate([(0, 1)], how="zero")]
     assert logits_of(other, prompts, [zero], rows)[1] == "reference"
     for model, edit_set, message in [
         (other, zero, "Gemma2ForCausalLM caps its attention scores"),

@@ -212,7 +212,7 @@ def test_parts_of_a_hand_built_model_equal_its_hooks(prompts, grouped):
             expected = run(model, chosen, engine="reference", batch_size=2)
             assert (ran, expected[2]) == ("fast", "reference")
             torch.testing.assert_close((pattern, logits), expected[:2], atol=atol, rtol=0)
-    edits = [ac.Ablate([(0, 1)])]
+    edits = [ac.Ablate([(0, 1)], how="zero")]
     assert run(model, prompts, edits=edits)[2] == "reference"
     with pytest.raises(ValueError, match="hook_z does not fire under it"):
         run(model, prompts, edits=edits, engine="fast")
