@@ -25,8 +25,8 @@ import numpy as np
 import pandas as pd
 
 from align_circuits.cli.experiments_list import KEPT
+from align_circuits.papers.claims import Verdict
 from align_circuits.papers.experiments import EXPERIMENTS
-from align_circuits.papers.lab import Verdict
 from align_circuits.tables.tables import Table
 
 RESULTS = Path("docs/results")

@@ -29,7 +29,7 @@ from align_circuits.papers.abrupt.interventions import attend_to_previous
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig
 from align_circuits.papers.abrupt.progress_measures import BOTH, TRANSITION, training_courses
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
-from align_circuits.papers.lab import measured
+from align_circuits.papers.statistics import measured
 from align_circuits.training.loop import TrainConfig
 
 torch.set_num_threads(1)  # waiting for each other, threads make a small model slower

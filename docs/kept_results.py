@@ -10,8 +10,10 @@ import pandas as pd
 from IPython.display import HTML, Markdown, display
 
 from align_circuits.cli.experiments_list import kept_verdicts
+from align_circuits.papers.claims import Check, Verdict, checks_html, verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
-from align_circuits.papers.lab import Check, Experiment, Measured, Verdict, checks_html, verdicts
+from align_circuits.papers.lab import Experiment
+from align_circuits.papers.statistics import Measured
 from align_circuits.tables.tables import Table
 
 CAUSES = Path("results/causes.toml")

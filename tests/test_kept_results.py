@@ -11,7 +11,7 @@ import pytest
 
 from align_circuits.cli.experiments_list import kept_verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
-from align_circuits.papers.lab import Measured
+from align_circuits.papers.statistics import Measured
 from align_circuits.tables.tables import Provenance, Table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

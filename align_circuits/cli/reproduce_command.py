@@ -11,7 +11,8 @@ from align_circuits.cli.experiments_list import experiment_named, listing
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb, command_line
 from align_circuits.cli.workers import Workers
-from align_circuits.papers.lab import Scale, checks_html, verdicts
+from align_circuits.papers.claims import checks_html, verdicts
+from align_circuits.papers.lab import Scale
 
 SMOKE = "The scale smoke only tests that the code runs: its numbers and verdicts mean nothing."
 """Said of every result at that scale."""

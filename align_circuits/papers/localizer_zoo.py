@@ -16,17 +16,9 @@ from align_circuits.localizers.methods import FEW, METHODS, named_in
 from align_circuits.localizers.registry import scores_of
 from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND, PlantedModel
 from align_circuits.models.planted.zoo import HELD_OUT, PUBLIC, zoo_circuit
-from align_circuits.papers.lab import (
-    Claim,
-    Experiment,
-    Inputs,
-    Measured,
-    Measurement,
-    Rows,
-    Study,
-    on_one_thread,
-    the_row,
-)
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
+from align_circuits.papers.statistics import Measured, the_row
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair

@@ -13,23 +13,11 @@ from align_circuits.checks import Tokenizer
 from align_circuits.hooks.edits import Clamp, edits_provenance
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.jobs.jobs import code_version
+from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.tuned_models import PAPER_ICA, SMOKE, SMOKE_TASK, TASK, TOY, Arm, loaded, of_tuned
 from align_circuits.papers.icatune.tuning_courses import mean_or_undecided
-from align_circuits.papers.lab import (
-    About,
-    Claim,
-    Experiment,
-    Inputs,
-    Measurement,
-    Rows,
-    Statistic,
-    Study,
-    as_rows,
-    grouped_over_seeds,
-    per_seed,
-    seed_dots,
-    training_folder,
-)
+from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study, seed_dots, training_folder
+from align_circuits.papers.statistics import Statistic, as_rows, grouped_over_seeds, per_seed
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.report import plots

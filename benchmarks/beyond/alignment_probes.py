@@ -39,7 +39,9 @@ from align_circuits.heads.interchange_interventions import interchange_accuracy
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.names import name_of
 from align_circuits.models.loading import load
-from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, Rows, Study, mean_rows, per_seed
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.statistics import mean_rows, per_seed
 from align_circuits.prompts.prompts import Prompts, next_token_targets
 from align_circuits.report import plots
 from align_circuits.run.forward_pass import capture

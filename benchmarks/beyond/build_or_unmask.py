@@ -15,6 +15,7 @@ from align_circuits.heads.localization import Localization
 from align_circuits.heads.localize_heads import localize
 from align_circuits.hooks.edits import Clamp
 from align_circuits.hooks.heads import describe, heads_of
+from align_circuits.papers.claims import Check, Claim, checks_of
 from align_circuits.papers.icatune.tuned_models import (
     FRESH,
     ICA,
@@ -27,23 +28,8 @@ from align_circuits.papers.icatune.tuned_models import (
     of_tuned,
     tuned,
 )
-from align_circuits.papers.lab import (
-    About,
-    Check,
-    Claim,
-    Experiment,
-    Inputs,
-    Measured,
-    Measurement,
-    Rows,
-    Statistic,
-    Study,
-    as_rows,
-    checks_of,
-    rows,
-    seed_dots,
-    statistic,
-)
+from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study, seed_dots
+from align_circuits.papers.statistics import Measured, Statistic, as_rows, rows, statistic
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import TargetMetrics, by_kind
 from align_circuits.tables.tables import VALUES, Provenance, Table

@@ -17,24 +17,13 @@ from align_circuits.beyond.forced_attention import with_relation_back
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
-from align_circuits.papers.lab import (
-    About,
-    Check,
-    Claim,
-    Experiment,
-    Inputs,
-    Measurement,
-    Statistic,
-    checks_of,
-    levels,
-    on_one_thread,
-    per_seed,
-    share_of,
-)
+from align_circuits.papers.claims import Check, Claim, checks_of
+from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, on_one_thread
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.studies import FACTS_LEARNED, SOURCE, know_their_facts, study
 from align_circuits.papers.recall.metrics import recall_matches
 from align_circuits.papers.recall.task.sequences import Predicted, followed_by_grammar
+from align_circuits.papers.statistics import Statistic, levels, per_seed, share_of
 from align_circuits.report import plots
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.tables.tables import Table

@@ -15,7 +15,8 @@ from torch import Tensor
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
-from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, Statistic, per_seed
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import About, Experiment, Inputs, Measurement
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.studies import (
     SOURCE,
@@ -27,6 +28,7 @@ from align_circuits.papers.recall.figures.studies import (
 from align_circuits.papers.recall.metrics import recall_matches
 from align_circuits.papers.recall.task.sequences import from_last_token
 from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.statistics import Statistic, per_seed
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.edited_runs import run_edited

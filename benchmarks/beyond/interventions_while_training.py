@@ -10,7 +10,9 @@ import plotly.graph_objects as go
 from align_circuits.papers.abrupt.grid import CPU, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS, OPERATION_SITES
 from align_circuits.papers.abrupt.progress_measures import FORMED, NAMES, TRANSITION, training_courses
-from align_circuits.papers.lab import About, Claim, Experiment, Statistic, Study, at_start, late_mean, measured, rows
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import About, Experiment, Study
+from align_circuits.papers.statistics import Statistic, at_start, late_mean, measured, rows
 from align_circuits.tables.tables import Table
 
 NOTHING = "nothing"

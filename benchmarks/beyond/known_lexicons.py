@@ -12,7 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, Rows, Study, rows, stored
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study, stored
+from align_circuits.papers.statistics import rows
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import Metric, TargetMetrics
 from align_circuits.tables.tables import Provenance, Table

@@ -18,21 +18,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.conjecture import by_em
 from align_circuits.papers.icatune.tuned_models import FRESH_SEEDS
-from align_circuits.papers.lab import (
-    About,
-    Claim,
-    Experiment,
-    Inputs,
-    Measurement,
-    Rows,
-    Statistic,
-    Study,
-    mean_rows,
-    per_seed,
-    training_folder,
-)
+from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study, training_folder
+from align_circuits.papers.statistics import Statistic, mean_rows, per_seed
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.rng import Rng

@@ -12,8 +12,10 @@ from numpy import ndarray
 
 from align_circuits.beyond.onset_forecast import MEASURES, AlignedLogits, Onset, forecast, tuning_curves
 from align_circuits.papers.abrupt.grid import SOURCE
+from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.tuned_models import PAPER, SMOKE, SMOKE_TASK, TASK, Arm, tuned_study
-from align_circuits.papers.lab import About, Claim, Experiment, Rows, over_seeds, seed_courses
+from align_circuits.papers.lab import About, Experiment, Rows, seed_courses
+from align_circuits.papers.statistics import over_seeds
 from align_circuits.report import plots
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Provenance, Table

@@ -11,8 +11,10 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, all_offsets, on_tasks
-from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, Rows, Study, rows
+from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.statistics import rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 

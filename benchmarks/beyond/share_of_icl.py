@@ -7,21 +7,16 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import (
-    HIGH,
-    LOW,
     About,
-    Claim,
     Experiment,
     Inputs,
     Measurement,
-    at_end,
     courses,
     drawn_by,
-    levels,
     lines,
     on_one_thread,
-    reached,
     training_folder,
 )
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
@@ -33,6 +28,7 @@ from align_circuits.papers.recall.figures.studies import (
     study,
 )
 from align_circuits.papers.recall.models.training import Stage, train_stage
+from align_circuits.papers.statistics import HIGH, LOW, at_end, levels, reached
 from align_circuits.tables.tables import Table
 
 _CPU = replace(gpt2.CPU, seeds=10, first_seed=30, finetuning=replace(gpt2.CPU.finetuning, steps=600))

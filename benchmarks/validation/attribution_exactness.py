@@ -20,17 +20,9 @@ from align_circuits.circuits.faithful import circuit_model_distance, circuit_per
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.lab import (
-    Claim,
-    Experiment,
-    Inputs,
-    Measurement,
-    Rows,
-    Study,
-    on_one_thread,
-    seed_rows,
-    the_row,
-)
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
+from align_circuits.papers.statistics import seed_rows, the_row
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table

@@ -13,16 +13,8 @@ from numpy import ndarray
 from align_circuits.localizers.methods import METHODS
 from align_circuits.models.planted.model import CIRCUIT_ROLES
 from align_circuits.models.planted.zoo import alignment_seed
-from align_circuits.papers.lab import (
-    Claim,
-    Experiment,
-    Inputs,
-    Measurement,
-    Rows,
-    Study,
-    on_one_thread,
-    training_folder,
-)
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread, training_folder
 from align_circuits.papers.localizer_zoo import BY_SCORE, NAMING, auroc_figure, compared, means
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask, config_of

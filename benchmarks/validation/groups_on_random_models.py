@@ -8,7 +8,9 @@ import pandas as pd
 from align_circuits.heads.localize_heads import localize
 from align_circuits.models.planted.zoo import zoo_circuit
 from align_circuits.models.protocol import HookedModel
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, the_row
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.statistics import the_row
 from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tasks.task import Task
 from align_circuits.validation.localize_ground_truth import FAMILIES, random_model, random_task

@@ -24,7 +24,9 @@ from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate, Edit
 from align_circuits.hooks.heads import Head, heads_of
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, mean_of, stored, value_of
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, stored
+from align_circuits.papers.statistics import mean_of, value_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair

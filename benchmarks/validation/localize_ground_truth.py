@@ -15,10 +15,12 @@ from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.protocol import HookedModel
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, Study, value_of
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.statistics import Measured, value_of
 from align_circuits.report import plots
 from align_circuits.tables.intervals import binomial_interval, t_interval
 from align_circuits.tables.tables import Table

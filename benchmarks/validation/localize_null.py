@@ -11,7 +11,9 @@ import plotly.graph_objects as go
 import torch
 
 from align_circuits.heads.permutation_tests import p_values
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, Study, seed_rows
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.statistics import Measured, seed_rows
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table

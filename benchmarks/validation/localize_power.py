@@ -8,7 +8,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.heads.candidates import ALIGNERS
-from align_circuits.papers.lab import HIGH, LOW, Claim, Experiment, Inputs, Measurement, Rows, Study, the_row
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.statistics import HIGH, LOW, the_row
 from align_circuits.report import plots
 from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tables.tables import Table

@@ -19,19 +19,10 @@ from align_circuits.localizers.registry import edge_localizer
 from align_circuits.models.planted.circuit import CONTENT
 from align_circuits.models.planted.model import CIRCUIT_KINDS, PlantedModel
 from align_circuits.models.planted.zoo import PUBLIC, zoo_circuit
-from align_circuits.papers.lab import (
-    Claim,
-    Experiment,
-    Inputs,
-    Measured,
-    Measurement,
-    Rows,
-    Study,
-    on_one_thread,
-    seed_rows,
-    value_of,
-)
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.papers.localizer_zoo import auroc_map, seconds_of
+from align_circuits.papers.statistics import Measured, seed_rows, value_of
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import exchanged

@@ -13,18 +13,10 @@ from align_circuits.localizers.methods import ON_ALL_PROMPTS
 from align_circuits.localizers.registry import scores_by_role
 from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND
 from align_circuits.models.planted.zoo import zoo_circuit
-from align_circuits.papers.lab import (
-    Claim,
-    Experiment,
-    Inputs,
-    Measured,
-    Measurement,
-    Rows,
-    Study,
-    on_one_thread,
-    seed_rows,
-)
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.papers.localizer_zoo import DRAWN, ESSENTIAL
+from align_circuits.papers.statistics import Measured, seed_rows
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table

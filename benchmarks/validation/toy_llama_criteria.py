@@ -9,19 +9,10 @@ import plotly.graph_objects as go
 
 from align_circuits.heads.score import score_heads
 from align_circuits.models.planted.model import planted_circuit
+from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, on_tasks
-from align_circuits.papers.lab import (
-    Claim,
-    Experiment,
-    Inputs,
-    Measured,
-    Measurement,
-    Study,
-    difference_of,
-    extreme_of,
-    mean_of,
-    stored,
-)
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Study, stored
+from align_circuits.papers.statistics import Measured, difference_of, extreme_of, mean_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask

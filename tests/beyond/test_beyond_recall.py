@@ -13,7 +13,8 @@ import align_circuits as ac
 from align_circuits.beyond.finding_3 import ATTENTION, FINDING_3, LOSSES, READINGS
 from align_circuits.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
 from align_circuits.beyond.share_of_icl import SHARE
-from align_circuits.papers.lab import Claim, checks_of, drawn_by, per_seed
+from align_circuits.papers.claims import Claim, checks_of
+from align_circuits.papers.lab import drawn_by
 from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import raised_above
 from align_circuits.papers.recall.figures.studies import (
     drawn_if_facts_are_learned,
@@ -23,6 +24,7 @@ from align_circuits.papers.recall.figures.studies import (
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.statistics import per_seed
 from align_circuits.tables.tables import Provenance, Table
 
 CHAINS = RecallWorld.small()

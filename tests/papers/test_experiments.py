@@ -14,27 +14,19 @@ from measured import table_of
 from align_circuits.cli import main
 from align_circuits.cli.experiments_list import VALIDATION, durations, listing, part_of
 from align_circuits.papers import lab
+from align_circuits.papers.claims import Check, Claim, verdicts
 from align_circuits.papers.experiments import EXPERIMENTS, GROUP, of_other_packages, of_the_checkout
 from align_circuits.papers.icatune.figs_3_9_accuracy import _seed_of, accuracy, on_tasks
-from align_circuits.papers.lab import (
-    SCALES,
-    Check,
-    Claim,
-    Experiment,
-    Inputs,
+from align_circuits.papers.lab import SCALES, Experiment, Inputs, Measurement, Scale, Study, training_folder
+from align_circuits.papers.statistics import (
     Measured,
-    Measurement,
-    Scale,
-    Study,
     difference_of,
     extreme_of,
     mean_of,
     over_seeds,
     seed_rows,
     share_of,
-    training_folder,
     value_of,
-    verdicts,
 )
 from align_circuits.tables.tables import Provenance, Table
 

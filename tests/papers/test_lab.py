@@ -7,29 +7,23 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from align_circuits.papers.lab import (
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import courses, drawn_by, grids, lines, rows_along, seed_courses, seed_dots
+from align_circuits.papers.statistics import (
     MIDDLE,
-    Claim,
     at_end,
     at_start,
     best,
-    courses,
     crossing,
-    drawn_by,
-    grids,
     half_rise,
     last_crossing,
     late_mean,
     levels,
-    lines,
     measured,
     over_seeds,
     per_seed,
     reached,
     rows,
-    rows_along,
-    seed_courses,
-    seed_dots,
     the_row,
 )
 from align_circuits.tables.tables import Provenance, Table

@@ -17,7 +17,8 @@ import align_circuits as ac
 from align_circuits.heads.evidence import Evidence
 from align_circuits.heads.localization import Example, TaskFacts
 from align_circuits.hooks.heads import describe
-from align_circuits.papers.lab import Check, Measured, checks_html
+from align_circuits.papers.claims import Check, checks_html
+from align_circuits.papers.statistics import Measured
 from align_circuits.report import page as report
 from align_circuits.report import save_localization
 from align_circuits.report.localize_report import attention_of, figures, named_heads

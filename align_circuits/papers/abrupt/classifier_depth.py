@@ -4,7 +4,9 @@ from dataclasses import replace
 
 from align_circuits.papers.abrupt.grid import CPU, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
 from align_circuits.papers.abrupt.progress_measures import FORMED
-from align_circuits.papers.lab import Claim, Experiment, late_mean, lines
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, lines
+from align_circuits.papers.statistics import late_mean
 
 IN_WEIGHTS = {"burst": 0, "p_context": 0.0}
 """Sequences whose label only the weights know."""

@@ -10,7 +10,9 @@ from numpy import ndarray
 
 from align_circuits.papers.abrupt.grid import CPU, LEARNED, PAPER, SMOKE, SOURCE, Grid, grid_study
 from align_circuits.papers.abrupt.progress_measures import BOTH, training_courses
-from align_circuits.papers.lab import Claim, Experiment, Statistic, courses_of, late_mean, rows
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment
+from align_circuits.papers.statistics import Statistic, courses_of, late_mean, rows
 from align_circuits.tables.tables import Table
 
 _ICL, _IWL, _SWAPPED = (late_mean(measure) for measure in ("icl", "iwl", "swap"))

@@ -11,7 +11,9 @@ import plotly.graph_objects as go
 
 from align_circuits.papers.abrupt.grid import CPU, PAPER, SMOKE, SOURCE, Grid, Size, grid_study
 from align_circuits.papers.abrupt.progress_measures import BOTH
-from align_circuits.papers.lab import MIDDLE, Claim, Experiment, Statistic, Study, late_mean, levels, lines
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Study, lines
+from align_circuits.papers.statistics import MIDDLE, Statistic, late_mean, levels
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 

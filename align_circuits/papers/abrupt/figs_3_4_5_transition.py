@@ -34,15 +34,11 @@ from align_circuits.papers.abrupt.interventions import (
 )
 from align_circuits.papers.abrupt.progress_measures import NAMES, PROGRESS, TRANSITION, training_courses
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
-from align_circuits.papers.lab import (
-    Claim,
-    Experiment,
-    Inputs,
-    Measurement,
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Study, courses
+from align_circuits.papers.statistics import (
     Statistic,
-    Study,
     at_start,
-    courses,
     courses_of,
     crossing,
     half_rise,

@@ -9,7 +9,9 @@ import plotly.graph_objects as go
 from align_circuits.papers.abrupt.figs_3_4_5_transition import alignment_claims, draw_measures
 from align_circuits.papers.abrupt.grid import CPU, LEARNED, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
 from align_circuits.papers.abrupt.progress_measures import BOTH, training_courses
-from align_circuits.papers.lab import HIGH, LOW, Claim, Experiment, Statistic, late_mean, seed_courses
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, seed_courses
+from align_circuits.papers.statistics import HIGH, LOW, Statistic, late_mean
 from align_circuits.tables.tables import Table
 
 _ICL = late_mean("icl")

@@ -13,7 +13,9 @@ from scipy.special import wrightomega
 
 from align_circuits.papers.abrupt.grid import SOURCE
 from align_circuits.papers.abrupt.theory import NestedLogits
-from align_circuits.papers.lab import Claim, Experiment, Measured, Measurement, Scale, Study
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Measurement, Scale, Study
+from align_circuits.papers.statistics import Measured
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 

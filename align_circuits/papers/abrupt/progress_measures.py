@@ -15,7 +15,8 @@ from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
 from align_circuits.papers.abrupt.interventions import Intervention
 from align_circuits.papers.abrupt.task import Exemplars, Worlds
-from align_circuits.papers.lab import courses, crossing, late_mean
+from align_circuits.papers.lab import courses
+from align_circuits.papers.statistics import crossing, late_mean
 from align_circuits.tables.tables import Table
 
 ACCURACIES = ("icl", "iwl", "swap")

@@ -13,22 +13,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.lab import (
-    HIGH,
-    Claim,
-    Experiment,
-    Inputs,
-    Measured,
-    Measurement,
-    Statistic,
-    Study,
-    grids,
-    levels,
-    mean_rows,
-    rows,
-    rows_along,
-    statistic,
-)
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Study, grids, rows_along
+from align_circuits.papers.statistics import HIGH, Measured, Statistic, levels, mean_rows, rows, statistic
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.alignment import PriorForm, alignment_prior

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from align_circuits.papers.claims import Check, Claim, checks_of
 from align_circuits.papers.icatune.tuned_models import (
     ICA,
     PAPER_ICA,
@@ -26,17 +27,8 @@ from align_circuits.papers.icatune.tuning_courses import (
     mean_or_undecided,
     summarize_courses,
 )
-from align_circuits.papers.lab import (
-    Check,
-    Claim,
-    Experiment,
-    Measured,
-    checks_of,
-    grids,
-    over_seeds,
-    per_seed,
-    seed_dots,
-)
+from align_circuits.papers.lab import Experiment, grids, seed_dots
+from align_circuits.papers.statistics import Measured, over_seeds, per_seed
 from align_circuits.tables.tables import Table
 
 

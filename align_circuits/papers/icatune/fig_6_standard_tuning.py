@@ -6,6 +6,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from align_circuits.papers.claims import Check, Claim, checks_of
 from align_circuits.papers.icatune.tuned_models import (
     FRESH_SEEDS,
     ONE_LETTER,
@@ -20,7 +21,8 @@ from align_circuits.papers.icatune.tuned_models import (
     tuned_study,
 )
 from align_circuits.papers.icatune.tuning_courses import at_the_end, by_condition, draw_course, summarize_courses
-from align_circuits.papers.lab import About, Check, Claim, Experiment, checks_of, levels, rows
+from align_circuits.papers.lab import About, Experiment
+from align_circuits.papers.statistics import levels, rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 

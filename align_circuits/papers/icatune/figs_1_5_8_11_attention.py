@@ -16,6 +16,7 @@ from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.hooks.names import name_of
 from align_circuits.models.planted.model import planted_circuit
+from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.figs_7_10_alignments_and_layers import FIG10, Layers, best_arm
 from align_circuits.papers.icatune.tuned_models import (
     FRESH_SEEDS,
@@ -31,18 +32,8 @@ from align_circuits.papers.icatune.tuned_models import (
     loaded,
     tuned_study,
 )
-from align_circuits.papers.lab import (
-    Claim,
-    Experiment,
-    Inputs,
-    Measurement,
-    Rows,
-    Statistic,
-    Study,
-    as_rows,
-    mean_rows,
-    rows,
-)
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.statistics import Statistic, as_rows, mean_rows, rows
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.token_html import readable
 from align_circuits.report import plots

@@ -10,21 +10,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.lab import (
-    HIGH,
-    Claim,
-    Experiment,
-    Inputs,
-    Measurement,
-    Rows,
-    Statistic,
-    Study,
-    grids,
-    levels,
-    rows,
-    rows_along,
-    stored,
-)
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, grids, rows_along, stored
+from align_circuits.papers.statistics import HIGH, Statistic, levels, rows
 from align_circuits.report import plots
 from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.tables import Table

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from align_circuits.papers.claims import Check, Claim, checks_of
 from align_circuits.papers.icatune.tuned_models import (
     ICA,
     ONE_LETTER,
@@ -28,20 +29,8 @@ from align_circuits.papers.icatune.tuned_models import (
     tuned_study,
 )
 from align_circuits.papers.icatune.tuning_courses import FIRST, KEYS, ORDER, draw_course
-from align_circuits.papers.lab import (
-    HIGH,
-    Check,
-    Claim,
-    Experiment,
-    Inputs,
-    Rows,
-    Statistic,
-    as_rows,
-    checks_of,
-    grids,
-    grouped_over_seeds,
-    rows,
-)
+from align_circuits.papers.lab import Experiment, Inputs, Rows, grids
+from align_circuits.papers.statistics import HIGH, Statistic, as_rows, grouped_over_seeds, rows
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 

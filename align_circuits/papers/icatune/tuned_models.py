@@ -13,7 +13,8 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.heads import Head
 from align_circuits.jobs.jobs import code_version
 from align_circuits.models.loading import load
-from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, grouped_over_seeds, training_folder
+from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, training_folder
+from align_circuits.papers.statistics import grouped_over_seeds
 from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.emergence_times import SUSTAINED, steepest_share, sustained_step
 from align_circuits.tables.emergence_times import best_head as best_of_last

@@ -9,8 +9,10 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
+from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.tuned_models import ATTENDED, Tunings, courses, emerged, ended
-from align_circuits.papers.lab import Claim, Measured, Rows, as_rows, over_seeds, rows, statistic
+from align_circuits.papers.lab import Rows
+from align_circuits.papers.statistics import Measured, as_rows, over_seeds, rows, statistic
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 

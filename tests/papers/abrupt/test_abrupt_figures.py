@@ -26,7 +26,8 @@ from align_circuits.papers.abrupt.grid import SMOKE, Grid, network, trained_ense
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS
 from align_circuits.papers.abrupt.progress_measures import FORMED, MEASURES, TRANSITION
 from align_circuits.papers.abrupt.task import ExemplarTask
-from align_circuits.papers.lab import SCALES, half_rise, late_mean, measured, rows
+from align_circuits.papers.lab import SCALES
+from align_circuits.papers.statistics import half_rise, late_mean, measured, rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 

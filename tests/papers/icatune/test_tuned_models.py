@@ -23,7 +23,8 @@ from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, STANDARD, 
 from align_circuits.papers.icatune.figs_7_10_alignments_and_layers import FIG10
 from align_circuits.papers.icatune.tuned_models import SMOKE, SMOKE_TASK, Arm
 from align_circuits.papers.icatune.tuning_courses import KEYS, LAYERS_APART, before_in
-from align_circuits.papers.lab import Inputs, as_rows
+from align_circuits.papers.lab import Inputs
+from align_circuits.papers.statistics import as_rows
 from align_circuits.tables.tables import VALUES, Table
 from align_circuits.tasks.em import align_by_em
 from align_circuits.training.tuning import TuneConfig

@@ -6,10 +6,12 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from align_circuits.papers.lab import HIGH, LOW, Claim, Experiment, Inputs, Measurement, courses, levels, per_seed
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, courses
 from align_circuits.papers.recall.figures.studies import SOURCE, study
 from align_circuits.papers.recall.task.posterior import type_ceiling
 from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.statistics import HIGH, LOW, levels, per_seed
 from align_circuits.tables.tables import Table
 
 

@@ -8,19 +8,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.lab import (
-    Claim,
-    Experiment,
-    Rows,
-    Study,
-    at_end,
-    at_start,
-    courses,
-    drawn_by,
-    levels,
-    on_one_thread,
-    share_of,
-)
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Rows, Study, courses, drawn_by, on_one_thread
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
@@ -44,6 +33,7 @@ from align_circuits.papers.recall.figures.studies import (
     study,
 )
 from align_circuits.papers.recall.metrics import MATCHES
+from align_circuits.papers.statistics import at_end, at_start, levels, share_of
 from align_circuits.tables.tables import Table
 
 

@@ -7,11 +7,13 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.lab import HIGH, LOW, Claim, at_end, best, courses, levels, lines, reached
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import courses, lines
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.gpt2_models import Trainings, curves_study
 from align_circuits.papers.recall.figures.studies import figure, grid, learned
 from align_circuits.papers.recall.metrics import MATCHES
+from align_circuits.papers.statistics import HIGH, LOW, at_end, best, levels, reached
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.training.loop import TrainConfig

@@ -11,20 +11,8 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.heads.task_vector_effects import UNSTEERED, representations, steer, task_vectors
-from align_circuits.papers.lab import (
-    HIGH,
-    Claim,
-    Claims,
-    Experiment,
-    Figures,
-    Inputs,
-    Measurement,
-    Statistic,
-    courses,
-    levels,
-    per_seed,
-    statistic,
-)
+from align_circuits.papers.claims import Claim, Claims
+from align_circuits.papers.lab import Experiment, Figures, Inputs, Measurement, courses
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.studies import (
     drawn_if_facts_are_learned,
@@ -36,6 +24,7 @@ from align_circuits.papers.recall.figures.studies import (
 )
 from align_circuits.papers.recall.metrics import group_cosines, silhouette
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
+from align_circuits.papers.statistics import HIGH, Statistic, levels, per_seed, statistic
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import TargetMetrics

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.lab import Check, Claim, Experiment, Rows, Statistic, checks_of, over_seeds, per_seed
+from align_circuits.papers.claims import Check, Claim, checks_of
+from align_circuits.papers.lab import Experiment, Rows
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
@@ -30,6 +31,7 @@ from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Directions
+from align_circuits.papers.statistics import Statistic, over_seeds, per_seed
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.forward_pass import capture

@@ -11,13 +11,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from align_circuits.papers.lab import HIGH, Claim, Experiment, Inputs, Measurement, Rows, Statistic, rows
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows
 from align_circuits.papers.recall.figures.studies import SOURCE, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import CORRECTIONS, Correction, finetuned, pretrained
+from align_circuits.papers.statistics import HIGH, Statistic, rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 

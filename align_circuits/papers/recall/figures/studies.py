@@ -8,20 +8,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.lab import (
-    Check,
-    Claim,
-    Claims,
-    Experiment,
-    Figures,
-    Rows,
-    Study,
-    at_end,
-    at_start,
-    checks_of,
-    drawn_by,
-    share_of,
-)
+from align_circuits.papers.claims import Check, Claim, Claims, checks_of
+from align_circuits.papers.lab import Experiment, Figures, Rows, Study, drawn_by
+from align_circuits.papers.statistics import at_end, at_start, share_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 

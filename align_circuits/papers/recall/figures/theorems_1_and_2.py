@@ -13,13 +13,15 @@ from numpy import ndarray
 from scipy.special import stdtrit
 from torch import Tensor
 
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Statistic, the_row
+from align_circuits.papers.claims import Claim
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows
 from align_circuits.papers.recall.figures.propositions_1_to_4 import all_correct
 from align_circuits.papers.recall.figures.studies import SOURCE, bars, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Correction
 from align_circuits.papers.recall.theory.finetuning_steps import HEADS, Batches, Finetuning, Form, Update
+from align_circuits.papers.statistics import Statistic, the_row
 from align_circuits.report import plots
 from align_circuits.tables.intervals import TAILS, proportion
 from align_circuits.tables.tables import Provenance, Table
