@@ -93,9 +93,10 @@ def test_the_interval_of_a_proportion_is_hall_s_in_log_odds(prompts, seed):
     n = weights.sum() ** 2 / (weights**2).sum()
     binomial, alike = (1 - 2 * p) * spread, min(n * error**2 / (p * (1 - p)), 1)
     skews = [skew - binomial, skew - binomial + binomial * (1 - alike) ** n]
-    for end, tail, outer in ((low, 0.975, max), (high, 0.025, min)):
+    bounds = stats.betting_interval(values, weights)
+    for end, tail, outer, bound, inner in ((low, 0.975, max, bounds[0], max), (high, 0.025, min, bounds[1], min)):
         moved = outer(moved for each in skews for moved in inverses(each, pull, student.ppf(tail, freedom)))
-        assert end == pytest.approx(expit(logit(p) - spread * moved), abs=1e-6)
+        assert end == pytest.approx(inner(expit(logit(p) - spread * moved), bound[0]), abs=1e-6)
 
 
 def test_without_skew_and_with_equal_weights_it_is_student_s_interval():
@@ -112,11 +113,75 @@ def test_seeds_that_agree_and_a_single_one_have_no_interval():
     assert [low[3], high[3]] == pytest.approx([0.15 - 12.7062 * 0.05, 0.15 + 12.7062 * 0.05], rel=1e-5)
 
 
-def test_prompts_that_agree_have_an_interval_of_length_zero():
+def test_prompts_that_agree_have_an_interval_of_length_zero_but_for_means_in_0_and_1():
     values, weights = np.array([[0.0, 0.0, 0.0], [0.3, 0.3, 0.3]]), np.array([[1.0, 2.0, 4.0]] * 2)
-    for low, high in (stats.mean_interval(values, weights), [end[1:] for end in stats.proportion(values, weights)]):
-        assert low == pytest.approx(values[-len(low) :, 0], abs=1e-12)
-        assert high == pytest.approx(low, abs=1e-12)
+    low, high = stats.mean_interval(values, weights)
+    assert [low, high] == [pytest.approx(values[:, 0], abs=1e-12)] * 2
+    low, high = stats.proportion(values, weights)
+    assert (high - low > 0.5).all()
+
+
+@pytest.mark.parametrize("prompts", [5, 16, 60])
+def test_another_value_than_all_prompts_have_is_a_binomial_event(prompts):
+    u = binomtest(0, prompts).proportion_ci(0.95, "exact").high
+    (low,), (high,) = stats.proportion(np.full((1, prompts), 0.25), np.full((1, prompts), 4.0))
+    assert [low, high] == pytest.approx([0.25 * (1 - u), 0.25 + 0.75 * u])
+    (low,), (high,) = stats.proportion(np.eye(1, prompts), np.ones((1, prompts)))
+    assert low == 0 and high <= binomtest(1, prompts).proportion_ci(0.95, "exact").high + 1e-9
+
+
+def bets(values: list[float], weights: list[float], m: float) -> float:
+    """The highest gain of the bets that a mean exceeds m, by a loop over prompts."""
+    n, gain, best = sum(w > 0 for w in weights), 1.0, 1.0
+    total, heard, squares, variance = 0.5, 1.0, 0.25, 0.25
+    for t, (x, w) in enumerate([(x, w / max(weights)) for x, w in zip(values, weights, strict=True) if w > 0], 1):
+        stake = min(math.sqrt(2 * math.log(40) / (variance * n)), 0.75 / m)
+        gain *= 1 + stake * w * (x - m)
+        best = max(best, gain)
+        total, heard = total + w * x, heard + w
+        squares += (w * (x - total / heard)) ** 2
+        variance = squares / (t + 1)
+    return best
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 30), st.integers(0, 99))
+def test_outside_the_betting_interval_bets_gain_forty_times_the_stake(prompts, seed):
+    values, weights = drawn(1, prompts, seed)
+    weights[:, :2] += 1
+    (low,), (high,) = stats.betting_interval(values, weights)
+    mean = stats.weighted_mean(values, weights)[0]
+    for end, x in ((low, values[0]), (1 - high, 1 - values[0])):
+        if end > 0:
+            assert bets(list(x), list(weights[0]), end * (1 - 1e-6)) >= 40
+        if end < min(mean, 1 - mean) - 1e-6:
+            assert bets(list(x), list(weights[0]), end + 1e-6) < 40
+    assert low <= mean <= high
+
+
+@pytest.mark.parametrize(("n", "length"), [(12, 0.45), (16, 0.38), (32, 0.23), (64, 0.14)])
+def test_no_proportion_has_a_longer_interval_than_one_that_covers_at_any_number_of_prompts(n, length):
+    rng = np.random.default_rng(0)
+    values, ones = rng.beta(2, 2, (500, n)), np.ones((500, n))
+    low, high = stats.betting_interval(values, ones)
+    assert (high - low).mean() <= length and ((low <= 0.5) & (high >= 0.5)).mean() >= 0.95
+    near_one = rng.uniform(0.945, 1, (200, n))
+    for each in (values, near_one, rng.beta(0.05, 0.05, (200, n))):
+        bounds, ends = stats.betting_interval(each, ones[: len(each)]), stats.proportion(each, ones[: len(each)])
+        assert (ends[0] >= bounds[0] - 1e-9).all() and (ends[1] <= bounds[1] + 1e-9).all()
+
+
+@pytest.mark.parametrize("n", [8, 16, 32, 64])
+@pytest.mark.parametrize("few", [0.001, 0.01, 0.05, 0.2])
+@pytest.mark.parametrize("same", [0.0, 0.25, 0.5, 1.0])
+def test_values_that_are_the_same_in_all_prompts_but_few_are_covered(same, few, n):
+    """2,000 experiments each. By the spread alone as few as .02 are covered, where no prompt shows another value."""
+    rng = np.random.default_rng(4)
+    for others, mean in ((rng.choice([0.0, 0.5], (2000, n), p=[0.7, 0.3]), 0.15), (rng.random((2000, n)), 0.5)):
+        values = np.where(rng.random((2000, n)) < few, others, same)
+        low, high = stats.proportion(values, np.full((2000, n), 4.0))
+        truth = (1 - few) * same + few * mean
+        assert ((low <= truth + 1e-12) & (truth - 1e-12 <= high)).mean() >= 0.925
 
 
 def test_a_value_without_weight_may_be_nan_and_counts_for_nothing():
@@ -250,4 +315,5 @@ def test_a_paired_difference_is_tighter_than_its_sides():
 
 def test_no_prompts_have_no_interval():
     refused("no prompts, so no interval", stats.mean_interval, np.empty((2, 0)), np.empty((2, 0)))
-    refused("no prompts, so no interval", stats.proportion, np.empty((2, 0)), np.empty((2, 0)))
+    for interval in (stats.proportion, stats.betting_interval):
+        refused("no prompts, so no interval", interval, np.empty((2, 0)), np.empty((2, 0)))
