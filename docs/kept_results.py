@@ -10,10 +10,9 @@ import pandas as pd
 from IPython.display import HTML, Markdown, display
 
 from align_circuits.cli.experiments_list import kept_verdicts
-from align_circuits.papers.claims import Check, Verdict, checks_html, verdicts
+from align_circuits.papers.claims import Check, Verdict, checks_html, kept_checks, verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.lab import Experiment
-from align_circuits.papers.statistics import Measured
 from align_circuits.tables.tables import Table
 
 CAUSES = Path("results/causes.toml")
@@ -57,19 +56,7 @@ def checked(name: str, folder: Path) -> list[Check]:
     """Returns the checks of an experiment on the results in a folder, made once; of an archived one, those it left."""
     if name not in archived():
         return list(EXPERIMENTS[name].check(Table.load(folder)))
-    rows: Any = pd.read_csv(folder / "claims.csv", dtype={"published": str}).fillna({"published": ""})
-    return [
-        Check(
-            row.claim,
-            Measured(row.value, row.low, row.high),
-            row.relation,
-            row.threshold,
-            Measured(row.control_value, row.control_low, row.control_high),
-            row.control_is,
-            row.published,
-        )
-        for row in rows.itertuples()
-    ]
+    return kept_checks(folder / "claims.csv")
 
 
 def show(paper: str) -> None:

@@ -35,7 +35,13 @@ DURATIONS = files("align_circuits.papers") / "durations.csv"
 KEPT = files("align_circuits.papers") / "kept_results.csv"
 """What `benchmarks/preregistered.py` read from the results that the repository keeps, and from its history."""
 
-_SHORT = {"holds": "hold", "fails": "fail", "undecided": "undecided", "no evidence": "without evidence"}
+_SHORT = {
+    "holds": "hold",
+    "no exception": "without exception",
+    "fails": "fail",
+    "undecided": "undecided",
+    "no evidence": "without evidence",
+}
 
 
 def durations() -> dict[tuple[str, str], float]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -10,11 +11,38 @@ import numpy as np
 import pandas as pd
 
 from align_circuits.papers.statistics import Measured, Statistic, Values, measured, named_levels
+from align_circuits.tables.intervals import TAILS
 from align_circuits.tables.tables import Table
 
-Verdict = Literal["holds", "fails", "undecided", "no evidence"]
+Relation: TypeAlias = Literal[">=", "<="]
 
-# Claims
+Verdict = Literal["holds", "no exception", "fails", "undecided", "no evidence"]
+
+ALPHA = 0.05
+"""How often at most a claim over seeds holds of which most seeds would say no."""
+
+
+def most_seeds(yes: int, no: int) -> bool | None:
+    """Returns whether more than half of all seeds would say yes, by an exact binomial test against one half.
+
+    None where so many of one kind have a chance above `ALPHA` where both kinds are as frequent: among fewer than five
+    seeds always. Five that agree decide, and seven of eight.
+
+    Args:
+        yes: How many seeds say it.
+        no: How many do not.
+    """
+    n = yes + no
+    chance = sum(math.comb(n, k) for k in range(max(yes, no), n + 1)) / 2**n
+    return None if chance > ALPHA else yes > no
+
+
+def fewest_seeds(relation: Relation, threshold: float) -> float:
+    """Returns how many seeds, all of which agree, bring the interval of a share to the threshold; infinite for none."""
+    reach = threshold if relation == ">=" else 1 - threshold
+    if not 0 < reach < 1:
+        return 1.0 if reach <= 0 else math.inf
+    return float(math.ceil(math.log(TAILS[0]) / math.log(reach)))
 
 
 @dataclass(frozen=True)
@@ -22,19 +50,25 @@ class Check:
     """One claim of a paper beside what was measured.
 
     The claim holds if the whole 95% interval is at least (`">="`) or at most (`"<="`) the threshold, fails if all of it
-    misses the threshold, and is undecided if the threshold lies within, or if there is no interval: one seed, or seeds
-    that all gave the same number, do not tell what another one would give. A claim that something is so in every case
-    (threshold 1 for a share) can fail, but no number of cases shows it: at best it is undecided, with a low end that
-    tells how many exceptions there may be.
+    misses the threshold, and is undecided if the threshold lies within, or if there is no interval, or one of length
+    zero (all prompts agree, which is no certainty) around a number that is not `exact`.
 
-    The same statistic measured on a negative control must miss the threshold: where the control meets it, too, a claim
-    that would hold is no evidence.
+    Few seeds seldom show that some end elsewhere, and their t interval knows nothing of that. So of a mean over seeds a
+    claim holds only if `most_seeds` says, too, that a seed meets the threshold; a seed without a value does not. Seeds
+    that all gave the same number have no interval: `most_seeds` alone decides, either way. Claims on rows that are
+    means over seeds already, whose seeds are not in the table, are judged by their interval.
+
+    That something is so in every seed (threshold 1 for a share) no number of seeds shows. It fails by one exception;
+    without any its verdict is `"no exception"`, with the number of seeds.
+
+    The same statistic measured on a negative control must miss the threshold, with its whole interval: where the
+    control reaches it or was not measured, a claim that would hold is no evidence.
     """
 
     claim: str
     """The paper's claim, in words."""
     measured: Measured
-    relation: Literal[">=", "<="]
+    relation: Relation
     threshold: float
     """Fixed before the run."""
     control: Measured
@@ -46,13 +80,14 @@ class Check:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the claim holds, by the interval of the measured value and the value of the control."""
-        low, high = self.measured.low, self.measured.high
-        if np.isnan([low, high]).any() or self._meets(low) != self._meets(high):
-            return "undecided"
-        if not self._meets(low):
+        """What the intervals of the measured value and of the control say, and the seeds."""
+        meets = self._decided(self.measured)
+        if meets is False:
             return "fails"
-        return "holds" if self.control_fails else "no evidence"
+        if meets or self._without_exception:
+            shown = self._decided(self.control, of_seeds=False) is False
+            return "no evidence" if not shown else "holds" if meets else "no exception"
+        return "undecided"
 
     @property
     def met(self) -> bool:
@@ -61,22 +96,49 @@ class Check:
 
     @property
     def control_fails(self) -> bool:
-        """Whether the control's value misses the threshold, as it should."""
-        return not self._meets(self.control.value)
+        """Whether the control's value by itself misses the threshold, as it should; not where there is none."""
+        return not (math.isnan(self.control.value) or self._meets(self.control.value))
 
     def _meets(self, value: float) -> bool:
         return bool(value >= self.threshold if self.relation == ">=" else value <= self.threshold)
 
+    def _decided(self, of: Measured, *, of_seeds: bool = True) -> bool | None:
+        """Whether a number is shown to meet the threshold, or to miss it; None where neither is shown."""
+        numbers = [] if of.seeds and isinstance(of.seeds[0], bool) else [*of.seeds]
+        known = [value for value in numbers if not math.isnan(value)]
+        agree = len(known) > 1 and math.isnan(of.low) and max(known) - min(known) <= 1e-9 * abs(max(known))
+        ends = [of.value] if agree or of.exact else [of.low, of.high]
+        meets = {self._meets(end) for end in ends}
+        if math.isnan(of.value) or math.isnan(sum(ends)) or (len(ends) == 2 and ends[0] == ends[1]) or len(meets) == 2:
+            return None
+        meets = meets.pop()
+        if not agree and not (meets and known and of_seeds):
+            return meets
+        same_way = sum(self._meets(value) == meets for value in known)
+        return meets if most_seeds(same_way, len(numbers) - same_way) else None
+
+    @property
+    def _without_exception(self) -> bool:
+        """Whether something is claimed of every seed, and is so in all of several."""
+        of_all = self.threshold == (1 if self.relation == ">=" else 0)
+        seeds = self.measured.seeds
+        return of_all and self.met and len(seeds) > 1 and isinstance(seeds[0], bool)
+
     def row(self) -> dict[str, str]:
         """Returns the check as a row for people."""
-        known = not np.isnan([self.measured.low, self.measured.high]).any()
+        seeds, verdict = len(self.measured.seeds), self.verdict
+        if verdict == "no exception":
+            verdict = f"no exception in {seeds}"
+        elif verdict == "undecided" and math.isnan(self.measured.low):
+            verdict += f": {seeds} seeds that agree, of five" if seeds > 1 and self.measured.value else ": no interval"
+        misses = self._decided(self.control, of_seeds=False)
         return {
             "claim": self.claim,
             "measured": str(self.measured),
             "needed": f"{self.relation} {self.threshold:g}",
-            "verdict": self.verdict + ("" if known else ": no interval (one seed, or the same number in all)"),
+            "verdict": verdict,
             "control": f"{self.control_is}: {self.control}",
-            "control misses the threshold": "yes, as it should" if self.control_fails else "no",
+            "control misses the threshold": {False: "yes, as it should", True: "no", None: "not shown"}[misses],
             "published": self.published,
         }
 
@@ -94,7 +156,7 @@ class Claim:
     """In words, with the statistic."""
     published: str = ""
     """The paper's own number, where it gives one."""
-    relation: Literal[">=", "<="] | None = None
+    relation: Relation | None = None
     threshold: float = math.nan
     statistic: Statistic | Values | None = None
     control: Statistic | Values | None = None
@@ -104,26 +166,46 @@ class Claim:
     def at_least(
         self, threshold: float, statistic: Statistic | Values, control: Statistic | Values, control_is: str
     ) -> "Claim":
-        """Returns the claim that a statistic reaches the threshold, and that on a control it does not."""
-        return Claim(self.text, self.published, ">=", threshold, statistic, control, control_is)
+        """Returns the claim that a statistic reaches the threshold, and that on a control it does not.
+
+        Raises:
+            ValueError: It is a share of so few seeds that it cannot reach the threshold, whatever they say.
+        """
+        return self._stated(">=", threshold, statistic, control, control_is)
 
     def at_most(
         self, threshold: float, statistic: Statistic | Values, control: Statistic | Values, control_is: str
     ) -> "Claim":
-        """Returns the claim that a statistic stays at the threshold or below, and that on a control it does not."""
-        return Claim(self.text, self.published, "<=", threshold, statistic, control, control_is)
+        """Returns the claim that a statistic stays at the threshold or below; otherwise as `at_least`."""
+        return self._stated("<=", threshold, statistic, control, control_is)
+
+    def _stated(self, relation: Relation, threshold: float, statistic: Any, control: Any, control_is: str) -> "Claim":
+        if isinstance(statistic, np.ndarray):
+            self._refuse_out_of_reach(relation, threshold, statistic)
+        return Claim(self.text, self.published, relation, threshold, statistic, control, control_is)
+
+    def _refuse_out_of_reach(self, relation: Relation, threshold: float, seeds: Values) -> None:
+        """Raises where no share of so many seeds can show the claim; fewer than five seeds show none."""
+        if not (isinstance(seeds, np.ndarray) and seeds.dtype == bool and len(seeds) >= 5):
+            return
+        of_all, least = threshold == (1 if relation == ">=" else 0), fewest_seeds(relation, threshold)
+        if not of_all and least > len(seeds):
+            raise ValueError(
+                f"the claim {self.text!r}: no share of {len(seeds)} seeds has an interval {relation} {threshold:g}; "
+                f"it takes {least:g} seeds: give a threshold that they can reach, or that of all seeds, 1 or 0"
+            )
 
     def check(self, table: Table) -> Check:
         """Returns the claim beside what a table says.
 
         Raises:
-            ValueError: It has no threshold.
+            ValueError: It has no threshold, or one that a share of the table's five seeds or more cannot reach.
         """
         if self.relation is None or self.statistic is None or self.control is None:
             raise ValueError(f"the claim {self.text!r} has no threshold: give one by at_least or at_most")
-        value, control = (
-            measured(of(table) if isinstance(of, Statistic) else of) for of in (self.statistic, self.control)
-        )
+        values, of_control = (of(table) if isinstance(of, Statistic) else of for of in (self.statistic, self.control))
+        self._refuse_out_of_reach(self.relation, self.threshold, values)
+        value, control = measured(values), measured(of_control)
         claim, control_is = (_with_levels(text, table) for text in (self.text, self.control_is))
         return Check(claim, value, self.relation, self.threshold, control, control_is, self.published)
 
@@ -142,11 +224,30 @@ def _with_levels(text: str, table: Table) -> str:
     return text.format_map(_Levels(table)) if "{" in text else text
 
 
+def kept_checks(file: Path) -> list[Check]:
+    """Returns the checks that an archived experiment left in its `claims.csv`; their seeds are not known."""
+    rows: Any = pd.read_csv(file, dtype={"published": str}).fillna({"published": ""})
+    return [
+        Check(
+            row.claim,
+            Measured(row.value, row.low, row.high),
+            row.relation,
+            row.threshold,
+            Measured(row.control_value, row.control_low, row.control_high),
+            row.control_is,
+            row.published,
+        )
+        for row in rows.itertuples()
+    ]
+
+
 def verdicts(checks: Sequence[Check]) -> str:
     """Returns how many claims hold, fail and are undecided, as a sentence."""
-    held, failed, undecided, void = (sum(check.verdict == each for check in checks) for each in get_args(Verdict))
-    without = f", {void} without evidence (the control meets the threshold, too)" if void else ""
-    return f"{held} hold, {failed} fail, {undecided} undecided{without} of {len(checks)} claims."
+    counts = {each: sum(check.verdict == each for check in checks) for each in get_args(Verdict)}
+    held, universal, failed, undecided, void = counts.values()
+    every = f", {universal} without exception" if universal else ""
+    without = f", {void} without evidence (the control is not shown to miss the threshold)" if void else ""
+    return f"{held} hold{every}, {failed} fail, {undecided} undecided{without} of {len(checks)} claims."
 
 
 def checks_html(checks: Sequence[Check]) -> str:

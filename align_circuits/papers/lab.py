@@ -219,7 +219,7 @@ def lines(
     def draw(table: Table) -> go.Figure:
         frames = {
             caption: pd.DataFrame(
-                {x: at, "curve": name, **vars(measured(curve.at(**keys, **{x: at})(table)))}
+                {x: at, "curve": name, **measured(curve.at(**keys, **{x: at})(table)).row}
                 for at in levels(table, x)
                 for name, curve in curves.items()
             )
@@ -250,7 +250,7 @@ def courses(
     def draw(table: Table) -> go.Figure:
         frames = {
             caption: pd.DataFrame(
-                {x: at, "curve": name, **vars(over_seeds(of_seeds.sort_values("seed")["value"].to_numpy(float)))}
+                {x: at, "curve": name, **over_seeds(of_seeds.sort_values("seed")["value"].to_numpy(float)).row}
                 for name, where in curves.items()
                 for at, of_seeds in rows(**where)(table).frame.groupby(x)
             )

@@ -28,6 +28,16 @@ class Measured:
     value: float
     low: float
     high: float
+    seeds: tuple[float, ...] | tuple[bool, ...] = field(default=(), repr=False, compare=False)
+    """The values, or yes and no, of the seeds that it is the mean of, as far as they are known; NaN without a value."""
+
+    exact: bool = field(default=False, repr=False, compare=False)
+    """Whether there is no chance in it: no prompts or seeds were drawn. Then its interval is the number itself."""
+
+    @property
+    def row(self) -> dict[str, float]:
+        """As the columns of a table."""
+        return {"value": self.value, "low": self.low, "high": self.high}
 
     def __str__(self) -> str:
         return f"{self:.2f}"
@@ -37,6 +47,15 @@ class Measured:
             return "none"
         value, low, high = (f"{each:{spec or '.2f'}}" for each in (self.value, self.low, self.high))
         return f"{value} [no interval]" if math.isnan(self.low) else f"{value} [{low}, {high}]"
+
+
+def exact(value: float) -> Measured:
+    """Returns a number without chance in it."""
+    return Measured(value, value, value, exact=True)
+
+
+NOT_MEASURED = Measured(math.nan, math.nan, math.nan)
+"""What stands where there was nothing to measure."""
 
 
 def mean_of(table: Table) -> Measured:
@@ -89,7 +108,7 @@ def value_of(table: Table, **where: Any) -> Measured:
 
 def share_of(true: Bool[ndarray, " seed"]) -> Measured:
     """Returns the share of seeds in which something is true, with its exact binomial interval."""
-    return Measured(float(true.mean()), *binomial_interval(int(true.sum()), len(true)))
+    return Measured(float(true.mean()), *binomial_interval(int(true.sum()), len(true)), tuple(true.tolist()))
 
 
 def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
@@ -98,9 +117,9 @@ def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
     One seed has no interval, nor have seeds that all gave the same value (`t_interval`).
     """
     if np.isnan(values).all():
-        return Measured(float("nan"), float("nan"), float("nan"))
+        return NOT_MEASURED
     low, high = t_interval(values[None])
-    return Measured(float(np.nanmean(values)), float(low[0]), float(high[0]))
+    return Measured(float(np.nanmean(values)), float(low[0]), float(high[0]), tuple(values.tolist()))
 
 
 def seed_rows(keys: pd.DataFrame, values: Float[ndarray, "row seed"]) -> pd.DataFrame:
@@ -144,6 +163,11 @@ def mean_rows(
 def _row(table: Table, place: int) -> Measured:
     row = table.frame.iloc[place]
     return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
+
+
+def _mean_row(table: Table) -> Measured:
+    row, n = _row(table, 0), int(table.frame["n"].iloc[0])
+    return replace(row, seeds=(row.value,) * n) if math.isnan(row.low) else row
 
 
 # Statistics: expressions on a table
@@ -281,6 +305,9 @@ rows = _by_measure(lambda table: table)
 
 the_row = _by_measure(lambda table: _row(table, 0))
 """The only row with some keys, or the first, as it stands in the table."""
+
+mean_row = _by_measure(lambda table: _mean_row(table))
+"""The same of a row that is a mean over `n` seeds, whose values are not kept: without an interval they agreed."""
 
 per_seed = _by_measure(lambda table: table.frame.sort_values("seed")["value"].to_numpy(float))
 """Each seed's value of a measure that has one row a seed."""

@@ -1,7 +1,7 @@
 """Experiments run at their smallest scale, and their checks can fail."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import EntryPoint
 from typing import Any, get_args
 
@@ -10,22 +10,28 @@ import pandas as pd
 import pytest
 from legs import slow_but
 from measured import table_of
+from refusals import refused
+from scipy.stats import binomtest
 
 from align_circuits.cli import main
 from align_circuits.cli.experiments_list import VALIDATION, durations, listing, part_of
 from align_circuits.papers import lab
-from align_circuits.papers.claims import Check, Claim, verdicts
+from align_circuits.papers.claims import Check, Claim, fewest_seeds, most_seeds, verdicts
 from align_circuits.papers.experiments import EXPERIMENTS, GROUP, of_other_packages, of_the_checkout
 from align_circuits.papers.icatune.figs_3_9_accuracy import _seed_of, accuracy, on_tasks
 from align_circuits.papers.lab import SCALES, Experiment, Inputs, Measurement, Scale, Study, training_folder
 from align_circuits.papers.statistics import (
+    NOT_MEASURED,
     Measured,
     difference_of,
+    exact,
     extreme_of,
     mean_of,
+    measured,
     over_seeds,
     seed_rows,
     share_of,
+    statistic,
     value_of,
 )
 from align_circuits.tables.tables import Provenance, Table
@@ -144,37 +150,98 @@ def test_the_interval_of_a_difference_covers_as_often_as_it_says():
 @pytest.mark.parametrize(
     ("relation", "low", "high", "control", "verdict"),
     [
-        (">=", 0.5, 0.7, 0.1, "holds"),
-        (">=", 0.49, 0.7, 0.1, "undecided"),
-        (">=", 0.3, 0.49, 0.1, "fails"),
-        ("<=", 0.3, 0.5, 0.9, "holds"),
-        ("<=", 0.3, 0.51, 0.9, "undecided"),
-        ("<=", 0.51, 0.7, 0.9, "fails"),
-        (">=", np.nan, np.nan, 0.1, "undecided"),
-        (">=", 0.5, 0.7, 0.5, "no evidence"),
-        ("<=", 0.3, 0.5, 0.1, "no evidence"),
-        (">=", 0.49, 0.7, 0.9, "undecided"),
-        (">=", 0.3, 0.49, 0.9, "fails"),
+        (">=", 0.5, 0.7, (0.0, 0.2), "holds"),
+        (">=", 0.49, 0.7, (0.0, 0.2), "undecided"),
+        (">=", 0.3, 0.49, (0.0, 0.2), "fails"),
+        ("<=", 0.3, 0.5, (0.8, 1.0), "holds"),
+        ("<=", 0.3, 0.51, (0.8, 1.0), "undecided"),
+        ("<=", 0.51, 0.7, (0.8, 1.0), "fails"),
+        (">=", np.nan, np.nan, (0.0, 0.2), "undecided"),
+        (">=", 0.6, 0.6, (0.0, 0.2), "undecided"),
+        (">=", 0.5, 0.7, (0.5, 0.7), "no evidence"),
+        (">=", 0.5, 0.7, (0.0, 0.5), "no evidence"),
+        (">=", 0.5, 0.7, (np.nan, np.nan), "no evidence"),
+        ("<=", 0.3, 0.5, (0.5, 1.0), "no evidence"),
+        ("<=", 0.3, 0.5, (0.0, 0.0), "no evidence"),
+        (">=", 0.49, 0.7, (0.8, 1.0), "undecided"),
+        (">=", 0.3, 0.49, (0.8, 1.0), "fails"),
     ],
 )
-def test_a_check_is_judged_by_its_interval_and_its_control(relation: Any, low, high, control, verdict):
-    measured = Measured(0.5, low, high)
-    check = Check("c", measured, relation, 0.5, control=Measured(control, 0.0, 1.0), control_is="nothing")
+def test_a_check_is_judged_by_its_interval_and_that_of_its_control(relation: Any, low, high, control, verdict):
+    measured, beside = Measured(0.5, low, high), Measured(sum(control) / 2, *control)
+    check = Check("c", measured, relation, 0.5, control=beside, control_is="nothing")
     assert check.verdict == verdict
-    without = ": no interval (one seed, or the same number in all)"
-    assert check.row()["verdict"] == verdict + (without if np.isnan(low) else "")
+    assert check.row()["verdict"] == verdict + (": no interval" if np.isnan(low) else "")
     assert check.met, "by its value alone"
-    assert check.control_fails is (control < 0.5 if relation == ">=" else control > 0.5)
+    assert check.control_fails is (beside.value < 0.5 if relation == ">=" else beside.value > 0.5)
+    meets = {end >= 0.5 if relation == ">=" else end <= 0.5 for end in control}
+    known = len(meets) == 1 and len({*control}) == 2 and not np.isnan(control[0])
+    shown = {True: "no", False: "yes, as it should"}[meets.pop()] if known else "not shown"
+    assert check.row()["control misses the threshold"] == shown
+
+
+def over(*values: Any) -> Measured:
+    return measured(np.array(values))
+
+
+@pytest.mark.parametrize(
+    ("of", "threshold", "verdict", "told"),
+    [
+        (over(*[1.0] * 6), 0.9, "holds", "holds"),
+        (over(*[1.0] * 5), 0.9, "holds", "holds"),
+        (over(*[1.0] * 5, 0.999), 0.9, "holds", "holds"),
+        (over(*[1.0] * 4), 0.9, "undecided", "undecided: 4 seeds that agree, of five"),
+        (over(0.97, 0.98, 0.99), 0.9, "undecided", "undecided"),  # its t interval is .96 to 1.00
+        (over(*[0.99] * 4, 0.98, np.nan), 0.9, "undecided", "undecided"),  # one without a value of six
+        (over(*[0.99] * 7, 0.98, np.nan), 0.9, "holds", "holds"),  # of nine
+        (over(0.1, 0.11, 0.12), 0.9, "fails", "fails"),
+        (over(*[0.1] * 5), 0.9, "fails", "fails"),
+        (over(*[0.1] * 4), 0.9, "undecided", "undecided: 4 seeds that agree, of five"),
+        (over(*[True] * 6), 0.5, "holds", "holds"),
+        (over(*[True] * 6), 1.0, "no exception", "no exception in 6"),
+        (over(*[True] * 5, False), 1.0, "fails", "fails"),
+        (over(True), 1.0, "undecided", "undecided"),
+    ],
+)
+def test_a_claim_over_seeds_counts_them_beside_the_interval_of_their_mean(of, threshold, verdict, told):
+    check = Check("c", of, ">=", threshold, exact(0.0), "nothing")
+    assert (check.verdict, check.row()["verdict"]) == (verdict, told)
+    without = replace(check, control=NOT_MEASURED)
+    assert without.verdict == (verdict if verdict in ("fails", "undecided") else "no evidence")
+    assert not without.control_fails and without.row()["control misses the threshold"] == "not shown"
+
+
+def test_seeds_decide_where_half_of_all_would_seldom_agree_so_far():
+    for n in range(1, 13):
+        for yes in range(n + 1):
+            chance = binomtest(max(yes, n - yes), n, 0.5, "greater").pvalue
+            assert most_seeds(yes, n - yes) is (None if chance > 0.05 else yes > n / 2)
+
+
+@pytest.mark.parametrize(("relation", "threshold", "least"), [(">=", 0.8, 17), (">=", 0.9, 36), ("<=", 0.1, 36)])
+def test_a_share_that_so_few_seeds_cannot_reach_is_refused(relation: Any, threshold, least):
+    def stated(seeds: int, of: Any = None) -> Claim:
+        state = Claim("c").at_least if relation == ">=" else Claim("c").at_most
+        return state(threshold, np.full(seeds, relation == ">=") if of is None else of, exact(0.5), "nothing")
+
+    assert fewest_seeds(relation, threshold) == least
+    assert stated(least).check(NO_ROWS).verdict == "holds"
+    assert stated(4).check(NO_ROWS).verdict == "undecided", "of so few, as at scale smoke, nothing is decided"
+    message = f"no share of {least - 1} seeds has an interval {relation} {threshold:g}; it takes {least} seeds"
+    refused(message, stated, least - 1)
+    refused(message, stated(0, statistic(lambda _: np.ones(least - 1, bool))).check, NO_ROWS)
 
 
 def test_verdicts_are_counted():
-    control = Measured(0.1, 0.0, 1.0)
-    ends = [(0.6, 0.8), (0.4, 0.8), (0.6, 0.6), (0.1, 0.2)]
+    control = Measured(0.1, 0.0, 0.2)
+    ends = [(0.6, 0.8), (0.4, 0.8), (0.6, 0.7), (0.1, 0.2)]
     checks = [Check("c", Measured(high, low, high), ">=", 0.5, control, "nothing") for low, high in ends]
     assert verdicts(checks) == "2 hold, 1 fail, 1 undecided of 4 claims."
     void = Check("c", Measured(0.7, 0.6, 0.8), ">=", 0.5, Measured(0.5, 0.4, 0.6), "nothing")
-    without = "1 without evidence (the control meets the threshold, too)"
-    assert verdicts([*checks, void]) == f"2 hold, 1 fail, 1 undecided, {without} of 5 claims."
+    every = Check("c", over(True, True), ">=", 1.0, control, "nothing")
+    without = "1 without evidence (the control is not shown to miss the threshold)"
+    told = f"2 hold, 1 without exception, 1 fail, 1 undecided, {without} of 6 claims."
+    assert verdicts([*checks, void, every]) == told
 
 
 NO_ROWS = Table(pd.DataFrame(columns=["value", "low", "high", "n"], dtype=float), Provenance("test"))
@@ -183,7 +250,7 @@ NO_ROWS = Table(pd.DataFrame(columns=["value", "low", "high", "n"], dtype=float)
 
 def test_a_claim_takes_numbers_or_the_mean_over_seeds_or_their_share():
     """Two perfect accuracies are no proof; a yes of each seed is binomial."""
-    claim, control = Claim("c", "about 1"), Measured(0.1, 0.0, 1.0)
+    claim, control = Claim("c", "about 1"), Measured(0.1, 0.0, 0.2)
     check = claim.at_least(0.5, np.array([0.4, 0.8]), control, "nothing").check(NO_ROWS)
     assert check == Check("c", over_seeds(np.array([0.4, 0.8])), ">=", 0.5, control, "nothing", "about 1")
     assert check.met and check.control_fails

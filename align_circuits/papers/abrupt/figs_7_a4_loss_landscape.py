@@ -15,7 +15,7 @@ from align_circuits.papers.abrupt.grid import SOURCE
 from align_circuits.papers.abrupt.theory import NestedLogits
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Measurement, Scale, Study
-from align_circuits.papers.statistics import Measured
+from align_circuits.papers.statistics import Measured, exact
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -75,11 +75,6 @@ def _time_below(times: Float[ndarray, " time"], loss: Float[ndarray, " time"], l
 def width_of_fall(times: Float[ndarray, " time"], loss: Float[ndarray, " time"], top: float) -> float:
     """Returns the time from 80% to 20% of `top`, over the time at 20%: 0 is a cliff, 1 a steady decline."""
     return 1 - _time_below(times, loss, 0.8 * top) / _time_below(times, loss, 0.2 * top)
-
-
-def exact(value: float) -> Measured:
-    """A number without chance in it."""
-    return Measured(value, value, value)
 
 
 def _sizes(table: Table) -> tuple[int, int, int]:

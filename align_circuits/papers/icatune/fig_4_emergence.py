@@ -1,7 +1,7 @@
 """Fig. 4 of The Missing Alignment Link (Agarwal and Sarawagi, 2025): accuracy, alignment and lookup emerge."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -28,7 +28,7 @@ from align_circuits.papers.icatune.tuning_courses import (
     summarize_courses,
 )
 from align_circuits.papers.lab import Experiment, grids, seed_dots
-from align_circuits.papers.statistics import Measured, over_seeds, per_seed
+from align_circuits.papers.statistics import exact, over_seeds, per_seed
 from align_circuits.tables.tables import Table
 
 
@@ -41,7 +41,7 @@ def _arms_of(table: Table) -> dict[str, Table]:
 _WORST, _BEST_BEFORE = FIRST.at(part="after").lowest(), FIRST.at(part="before").highest()
 _ALIGNS, _ALIGNS_BEFORE = BEST_ALIGNER.at(part="after").lowest(), BEST_ALIGNER.at(part="before").highest()
 
-_EVEN = Measured(0.1, 0.1, 0.1)
+_EVEN = exact(0.1)
 """The share of a rise at an even pace that comes within a tenth of the steps."""
 
 
@@ -123,7 +123,7 @@ def _draw_steps(steps: Any) -> go.Figure:
     """Draws when what emerged, seed by seed and on average over those in which it did."""
     steps = steps.assign(what=steps["metric"].replace("accuracy", "first token"))
     mean = pd.DataFrame(
-        {"what": what, "seed": "mean", **asdict(over_seeds(rows.to_numpy(float)))}
+        {"what": what, "seed": "mean", **over_seeds(rows.to_numpy(float)).row}
         for what, rows in steps.groupby("what", sort=False)["value"]
     )
     return seed_dots(steps, "what", "step of emergence", mean)

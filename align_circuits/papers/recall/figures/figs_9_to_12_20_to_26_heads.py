@@ -334,7 +334,7 @@ def _checks(table: Table, positions: Positions) -> list[Check]:
 def _draw_cosines(table: Table) -> go.Figure:
     cosines = {
         what: pd.DataFrame(
-            {"stage": stage, "role": f"{role} head", **vars(over_seeds(of_head(table)))}
+            {"stage": stage, "role": f"{role} head", **over_seeds(of_head(table)).row}
             for stage, (sequences, *_) in _STAGES.items()
             for role in ROLES
             for of_head in [_of(role, stage=stage, sequences=sequences, metric="cosine", what=what)]
