@@ -18,7 +18,7 @@ from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND, Pla
 from align_circuits.models.planted.zoo import HELD_OUT, PUBLIC, zoo_circuit
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
-from align_circuits.papers.statistics import Measured, the_row
+from align_circuits.papers.statistics import Measured, mean_row
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
@@ -206,7 +206,7 @@ def _check(table: Table) -> list[Claim]:
         return []  # other methods
     if not of_three.any() or "recall of repair" not in set(table.frame["metric"]):
         return []  # too few circuits
-    mean = the_row(trait="circuits", at="all", role="all")
+    mean = mean_row(trait="circuits", at="all", role="all")
     recall, false, repaired = (mean.at(metric=of) for of in ("recall", "false_discoveries", "recall of repair"))
     small_p, lead = mean.at(metric="p at most .05"), mean.at(metric="auroc of groups above")
     ours = ("method", GROUPS, "localize")

@@ -115,9 +115,9 @@ SHARE = Experiment(
         [
             Claim(
                 f"Where {{share.low:.0%}} of sequences are ICL, ICL+Grm is learned first, as in Fig. 15 ({_HALF})"
-            ).at_least(0.9, _GRM_FIRST.at(share=LOW), _GRM_FIRST.at(share=HIGH), "where {share.high:.0%} are"),
+            ).at_least(0.5, _GRM_FIRST.at(share=LOW), _GRM_FIRST.at(share=HIGH), "where {share.high:.0%} are"),
             Claim(f"Where {{share.high:.0%}} are, ICL is learned first ({_HALF})").at_least(
-                0.9, _ICL_FIRST.at(share=HIGH), _ICL_FIRST.at(share=LOW), "where {share.low:.0%} are"
+                0.5, _ICL_FIRST.at(share=HIGH), _ICL_FIRST.at(share=LOW), "where {share.low:.0%} are"
             ),
             Claim(
                 "More ICL in finetuning raises ICL about held-out subjects "

@@ -22,7 +22,7 @@ from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
-from align_circuits.papers.statistics import seed_rows, the_row
+from align_circuits.papers.statistics import mean_row, seed_rows
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
@@ -168,7 +168,7 @@ def _check(table: Table) -> list[Claim]:
     checks = []
     for models in dict.fromkeys(table.frame["models"]):
         for (metric, runs, words), between in itertools.product(measures, ("inputs", "activations", "all_activations")):
-            above = the_row(models=models, metric=f"{metric} above eap", runs=runs)
+            above = mean_row(models=models, metric=f"{metric} above eap", runs=runs)
             checks.append(
                 Claim(
                     f"{models}: EAP-IG ({between.replace('_', ' ')}) is at least as good as EAP ({words}, difference)"
@@ -176,7 +176,7 @@ def _check(table: Table) -> list[Claim]:
                     0.0, *above.beside("method", f"eap_ig_{between}", SHUFFLED), "scores of EAP-IG (inputs), shuffled"
                 )
             )
-        sign = the_row(models=models, metric="sign", runs=RUNS[0])
+        sign = mean_row(models=models, metric="sign", runs=RUNS[0])
         checks.append(
             Claim(f"{models}: EAP-IG (inputs) has the sign of the exact effect on most edges that matter").at_least(
                 0.8, *sign.beside("method", "eap_ig_inputs", SHUFFLED), "its scores shuffled"

@@ -13,7 +13,7 @@ import torch
 from align_circuits.heads.permutation_tests import p_values
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study
-from align_circuits.papers.statistics import Measured, seed_rows
+from align_circuits.papers.statistics import NOT_MEASURED, Measured, seed_rows
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
@@ -109,9 +109,9 @@ def _check(table: Table) -> list[Claim]:
         frame = table.frame
         at = (frame["of"] == of) & (frame["role"] == role) & (frame["family"] == family) & (frame["at"] == 0.05)
         found = frame[at & (frame["reading"] == reading)]
-        return (
-            Measured(*found.iloc[0][["value", "low", "high"]].astype(float)) if len(found) else Measured(0.0, 0.0, 0.0)
-        )
+        if not len(found):  # such as no head with p <= .01, which shows nothing
+            return NOT_MEASURED
+        return Measured(*found.iloc[0][["value", "low", "high"]].astype(float))
 
     of_all, of_small = partial(share, "all heads"), partial(share, "heads with p <= .01")
     known = set(table.frame["family"])

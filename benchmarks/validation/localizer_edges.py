@@ -22,7 +22,7 @@ from align_circuits.models.planted.zoo import PUBLIC, zoo_circuit
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.papers.localizer_zoo import auroc_map, seconds_of
-from align_circuits.papers.statistics import Measured, seed_rows, value_of
+from align_circuits.papers.statistics import Measured, mean_row, seed_rows
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import exchanged
@@ -191,7 +191,7 @@ def _check(table: Table) -> list[Claim]:
         return []  # other methods
 
     def value(method: str, metric: str, shared: str = "all") -> Measured:
-        return value_of(table, method=method, metric=metric, shared=shared)
+        return mean_row(method=method, metric=metric, shared=shared)(table)
 
     precision, cpr, cmd = "average_precision", "circuit_performance_ratio", "circuit_model_distance"
     coarse, fine = (KEPT[cut] for cut in CUTS)

@@ -15,7 +15,18 @@ from torch import Tensor
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Study, grids, rows_along
-from align_circuits.papers.statistics import HIGH, Measured, Statistic, levels, mean_rows, rows, statistic
+from align_circuits.papers.statistics import (
+    HIGH,
+    Measured,
+    Statistic,
+    Values,
+    exact,
+    levels,
+    mean_rows,
+    measured,
+    rows,
+    statistic,
+)
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.alignment import PriorForm, alignment_prior
@@ -48,7 +59,7 @@ def _behind_its_symbol(table: Table) -> Measured:
     pairs = [line.split(":") for line in table.frame["prompt"].iloc[0].splitlines()]
     phrases = [(x[place], y[place * len(y) // len(x) :]) for x, y in pairs for place in range(len(x))]
     share = sum(y.startswith(symbol) for symbol, y in phrases) / len(phrases)
-    return Measured(share, share, share)
+    return exact(share)
 
 
 TABLE1 = Experiment(
@@ -152,6 +163,10 @@ def _draw_prior(table: Table) -> go.Figure:
     )(table)
 
 
+def _exactly(values: Values) -> Measured:
+    return exact(measured(values).value)
+
+
 PRIOR = Experiment(
     "icatune/prior",
     "The alignment prior, as printed and as released",
@@ -166,11 +181,11 @@ PRIOR = Experiment(
     [
         Claim("λ = 4 and λ = 16 differ (phrases in their own place, difference), in the released form").at_least(
             0.2,
-            *rows(metric="phrase in place").rise("decay", 4.0, 16.0).beside("form", "code", "text"),
+            *rows(metric="phrase in place").rise("decay", 4.0, 16.0).map(_exactly).beside("form", "code", "text"),
             "Eq. 2 as printed",
         ),
         Claim("At λ = 1 the released form is almost a random permutation (share of draws that permute)").at_least(
-            0.5, *rows(form="code", metric="shuffled").beside("decay", 1.0, 1000.0), "λ = 1000"
+            0.5, *rows(form="code", metric="shuffled").map(_exactly).beside("decay", 1.0, 1000.0), "λ = 1000"
         ),
     ],
     "λ = 1, 4 and 16 are told apart; small λ is 'almost a random permutation'.",

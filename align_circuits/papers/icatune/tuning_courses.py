@@ -63,7 +63,7 @@ ORDER = (
     Claim(
         "Alignment emerges before lookup, in the heads that are best at the end (share of seeds)",
         "near steps 85 and 110",
-    ).at_least(0.8, before_in("align_query", "lookup"), before_in("lookup", "align_query"), "lookup before alignment"),
+    ).at_least(0.5, before_in("align_query", "lookup"), before_in("lookup", "align_query"), "lookup before alignment"),
     Claim(
         "Lookup heads lie above aligners (layers between the best of each)", "layers 17 to 19 above 14 to 16"
     ).at_least(1.0, *LAYERS_APART.beside("part", "after", "before"), "before tuning"),

@@ -99,7 +99,7 @@ def _format_claims(kind: gpt2.Finetuned) -> list[Claim]:
             f"{caption}: it is learned before ICL (share of seeds in which both reach a half, held-out, ICL+Grm "
             "earlier)",
             "ICL+Grm first",
-        ).at_least(0.9, (grm < icl) & (icl < np.inf), (icl < grm) & (grm < np.inf), "ICL before ICL+Grm"),
+        ).at_least(0.5, (grm < icl) & (icl < np.inf), (icl < grm) & (grm < np.inf), "ICL before ICL+Grm"),
         learned(follows, 0.5, "before finetuning", **_exact(kind, "icl_held_out")),
     ]
 
@@ -122,9 +122,9 @@ FIG2 = figure(
         Claim(
             "The type is learned before the fact (share of seeds whose type match is learned at an earlier step)",
             "type, then fact",
-        ).at_least(0.9, _TYPE < _FACT, _FACT < _TYPE, "the fact before the type"),
+        ).at_least(0.5, _TYPE < _FACT, _FACT < _TYPE, "the fact before the type"),
         Claim("The type is learned before the subject (share of seeds)", "type first").at_least(
-            0.9, _TYPE < _SUBJECT, _SUBJECT < _TYPE, "the subject before the type"
+            0.5, _TYPE < _SUBJECT, _SUBJECT < _TYPE, "the subject before the type"
         ),
         Claim("Finding 1: pretraining does not suffice for ICL (exact match on ICL)", "near 0").at_most(
             0.2, at_end(**_exact("pt", "icl")), at_end(**_EXACT_ON_PT), "the same on PT"
