@@ -17,7 +17,7 @@ ROOMS = {
     "align_circuits": (326, 300),
     "align_circuits/jobs": (1291, 1000),
     "align_circuits/prompts": (1446, 1300),
-    "align_circuits/tables": (1117, 1100),
+    "align_circuits/tables": (1197, 1100),
     "align_circuits/tasks": (2313, 2100),
     "align_circuits/models": (2913, 2400),
     "align_circuits/run": (1806, 1500),
@@ -26,10 +26,10 @@ ROOMS = {
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (1835, 1700),
     "align_circuits/training": (1608, 1400),
-    "align_circuits/cli": (2056, 1500),
-    "align_circuits/papers": (10596, 8500),
+    "align_circuits/cli": (2062, 1500),
+    "align_circuits/papers": (10665, 8500),
     "hooks": (3479, 2600),
-    "tests": (27895, 20000),
+    "tests": (28062, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
