@@ -184,11 +184,11 @@ class Claim:
         return Claim(self.text, self.published, relation, threshold, statistic, control, control_is)
 
     def _refuse_out_of_reach(self, relation: Relation, threshold: float, seeds: Values) -> None:
-        """Raises where no share of so many seeds can show the claim; fewer than five seeds show none."""
+        """Raises where no share of so many seeds, five or more, can show that it is so in more than half of all."""
         if not (isinstance(seeds, np.ndarray) and seeds.dtype == bool and len(seeds) >= 5):
             return
-        of_all, least = threshold == (1 if relation == ">=" else 0), fewest_seeds(relation, threshold)
-        if not of_all and least > len(seeds):
+        reach, least = (threshold if relation == ">=" else 1 - threshold), fewest_seeds(relation, threshold)
+        if 0.5 < reach < 1 and least > len(seeds):
             raise ValueError(
                 f"the claim {self.text!r}: no share of {len(seeds)} seeds has an interval {relation} {threshold:g}; "
                 f"it takes {least:g} seeds: give a threshold that they can reach, or that of all seeds, 1 or 0"

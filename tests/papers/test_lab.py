@@ -99,7 +99,7 @@ def test_rows_are_compared_by_their_own_intervals():
     table = Table(frame, Provenance("test"))
     difference = measured((rows(style="x") - rows(style="y"))(table))
     assert difference.value == pytest.approx(0.5) and difference.low == pytest.approx(0.5 - 0.1 * 2**0.5)
-    assert vars(measured(rows(style="y")(table))) == pytest.approx({"value": 0.4, "low": 0.3, "high": 0.5})
+    assert measured(rows(style="y")(table)).row == pytest.approx({"value": 0.4, "low": 0.3, "high": 0.5})
 
 
 def test_a_claim_without_a_threshold_is_refused(table):

@@ -64,7 +64,7 @@ def test_transitions_and_leads_are_read_off_planted_curves():
     np.testing.assert_allclose(half_rise("tla2")(planted)[:3], [100, 110, 120])
     np.testing.assert_array_equal(late_mean("icl")(planted), [1, 1, 1, 0])
     half = 4.302653 * 10 / 3**0.5  # Student's t of three seeds
-    assert vars(measured(TRANSITION(planted))) == pytest.approx({"value": 210, "low": 210 - half, "high": 210 + half})
+    assert measured(TRANSITION(planted)).row == pytest.approx({"value": 210, "low": 210 - half, "high": 210 + half})
     aligned = from_transition(planted)
     for name, value in (("icl", 0.5), ("tila2", 0.45), ("cla", 1.0)):
         assert rows(name, step=0)(aligned).frame["value"].to_numpy() == pytest.approx([value] * 3)
