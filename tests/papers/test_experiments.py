@@ -131,7 +131,7 @@ def test_rows_of_several_seeds_have_the_interval_over_seeds():
 
 def test_a_number_says_where_it_has_no_interval_or_is_none():
     assert str(Measured(0.5, 0.4, 0.6)) == "0.50 [0.40, 0.60]" and f"{Measured(5.0, 4.0, 6.0):.0f}" == "5 [4, 6]"
-    assert str(Measured(1.0, np.nan, np.nan)) == "1.00 [no interval]" and f"{Measured(*[np.nan] * 3):.0f}" == "none"
+    assert str(Measured(1.0, np.nan, np.nan)) == "1.00 [no interval]" and f"{NOT_MEASURED:.0f}" == "none"
     # Of a share of seeds the interval is exact, of a row its own.
     assert str(share_of(np.array([True, True, False, True, True]))) == "0.80 [0.28, 0.99]"
     assert str(value_of(with_reach([0.9, 0.2]), x=1)) == "0.20 [0.10, 0.30]"
