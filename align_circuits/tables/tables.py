@@ -76,8 +76,8 @@ class Table:
 
     `low` and `high` are the ends of a 95% interval over prompts; `n` is the number of targets that the value rests on.
     An interval of length zero says that all prompts gave the same value, such as a head that does nothing: these
-    prompts show no spread, which does not exclude others. A share of exactly 0 or 1 has an exact bound instead. NaN:
-    fewer than two prompts, or nothing to tell.
+    prompts show no spread, which does not exclude others. A share that is the same in all prompts has an exact bound
+    instead. NaN: fewer than two prompts, or nothing to tell.
     """
 
     frame: pd.DataFrame
