@@ -27,9 +27,9 @@ ROOMS = {
     "align_circuits/report": (1835, 1700),
     "align_circuits/training": (1608, 1400),
     "align_circuits/cli": (2062, 1500),
-    "align_circuits/papers": (10665, 8500),
+    "align_circuits/papers": (10664, 8500),
     "hooks": (3479, 2600),
-    "tests": (28062, 20000),
+    "tests": (28179, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
