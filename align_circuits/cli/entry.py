@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import sys
 import warnings
 import webbrowser
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from align_circuits.cli.folders import results_folder
+from align_circuits.jobs.printable import printable
 
 PROGRAM = "align-circuits"
 
@@ -43,6 +45,13 @@ GROUPS = {
 VERBS = {name: description for group in GROUPS.values() for name, description in group.items()}
 """The verbs that write results, by name."""
 
+NOTHING = "(?!)"
+PROGRESS = r"\A\r|\r\Z|\A(?:\x1b\[A)+\Z"
+"""How a progress bar moves, as an expression: to the start of its line, and up by lines."""
+
+COLOURS = r"\x1b\[[0-9;]*m"
+"""How the parser of options colours and frames what it prints on a terminal."""
+
 OTHERS = {
     "status": "Say how far a run of jobs or a shared sweep is: done, running, failed, time left.",
     "open": "Open the report of a run in the browser, or print its path where there is no display.",
@@ -65,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         with uncollected():
             return main(sys.argv[1:])
-    out, err = PipeSafe(sys.stdout), PipeSafe(sys.stderr)
+    out, err = Output(sys.stdout, NOTHING), Output(sys.stderr, PROGRESS)
     with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)), warnings_as_lines():
         try:
             return _main(arguments)
@@ -205,22 +214,27 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}? " if close else ""
 
 
-class PipeSafe:
-    """A stream that drops what is no longer read: `align-circuits score | head -1` still writes its results."""
+class Output:
+    """A stream that escapes control characters, and drops what is no longer read.
 
-    def __init__(self, stream: Any):  # no TextIO: beartype refuses what pytest puts in its place
-        self._stream = stream
+    `align-circuits score | head -1` still writes its results.
+    """
+
+    def __init__(self, stream: Any, allowed: str):  # no TextIO: beartype refuses what pytest puts in its place
+        self.raw = stream
+        self._allowed = re.compile(f"({allowed})")
 
     def write(self, text: str) -> int:
         """Writes a text, or drops it if the pipe is closed."""
+        parts = self._allowed.split(text)  # every other part is what is allowed
         with self._or_dropped():
-            self._stream.write(text)
+            self.raw.write("".join(part if at % 2 else printable(part) for at, part in enumerate(parts)))
         return len(text)
 
     def flush(self) -> None:
         """Flushes the stream, or drops what waits if the pipe is closed."""
         with self._or_dropped():
-            self._stream.flush()
+            self.raw.flush()
 
     @contextmanager
     def _or_dropped(self) -> Iterator[None]:
@@ -229,11 +243,11 @@ class PipeSafe:
             yield
         except BrokenPipeError:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
+            os.dup2(null, self.raw.fileno())
             os.close(null)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.raw, name)
 
 
 @contextmanager
@@ -249,16 +263,17 @@ def warnings_as_lines() -> Iterator[None]:
 
 @contextmanager
 def without_boxes() -> Iterator[None]:
-    """Takes the boxes off what is printed in the block, where no terminal shows it."""
+    """Takes the boxes off what is printed in the block, where no terminal shows it; a terminal gets them in colour."""
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     boxed = {name: StringIO() for name, stream in streams.items() if not stream.isatty()}
     try:
-        for name, text in boxed.items():
-            setattr(sys, name, text)
+        for name, stream in streams.items():
+            setattr(sys, name, boxed.get(name) or Output(getattr(stream, "raw", stream), COLOURS))
         yield
     finally:
+        for name, stream in streams.items():
+            setattr(sys, name, stream)
         for name, text in boxed.items():
-            setattr(sys, name, streams[name])
             for line in text.getvalue().splitlines():
                 inner = line.strip("─│╭╮╰╯├┤").rstrip()
                 if inner.strip() or not line.strip():

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,25 @@ MOST_PACKED = 64
 
 UNSTORED = 10**9
 """How many bytes more it may take for what no file holds, such as the masks of GPT-2."""
+
+MOST_SETTINGS = 2**24
+"""The bytes of the largest file of settings that is read; sane ones have some thousands."""
+
+MOST_HEADER = 2**22
+"""The bytes of names in a file of few weights; the thousands of experts of large models have more, and more weights."""
+
+MOST_LABELS = 10_000
+"""How many labels a configuration may have, which a decoder does not use."""
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "block_count")
+COUNTS = {*LAYERS, "num_layers_per_stack", "H_cycles", "L_cycles", "attention_types", "num_labels"}
+"""The settings of all architectures that say how many parts of a model are built one by one."""
+
+MOST_GROWN = 1000
+"""Into how many characters the normalizer of a tokenizer may turn one; Unicode's forms need 18."""
+
+MOST_PADDED = 2**20
+"""To how many tokens a tokenizer may pad every text."""
 
 _PATTERNS = {
     "target_modules": r"(?:{})\Z",
@@ -41,11 +61,13 @@ def settings_in(folder: Path, name: str) -> dict[str, Any]:
     """Returns the settings in one of a folder's JSON files.
 
     Raises:
-        ValueError: The file is no JSON, or no object.
+        ValueError: The file is huge, no JSON, or no object.
     """
+    if (size := (folder / name).stat().st_size) > MOST_SETTINGS:
+        raise ValueError(f"{name} in {str(folder)!r} has {readable_size(size)}, which are no settings: correct it")
     try:
         settings = json.loads((folder / name).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} in {str(folder)!r} is no JSON ({error}): download the folder again") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{name} in {str(folder)!r} is not a JSON object: download the folder again")
@@ -53,13 +75,61 @@ def settings_in(folder: Path, name: str) -> dict[str, Any]:
 
 
 def check_safetensors(folder: Path, name: str = "*.safetensors") -> None:
-    """Raises a ValueError unless the weights lie in safetensors files."""
-    if not any(folder.glob(name)):
+    """Raises a ValueError unless the weights lie in safetensors files of the folder, with names that they need."""
+    if not (files := [*folder.glob(name)]):
         raise ValueError(
             f"no safetensors weights in {str(folder)!r}, and pickled ones (.bin, .pt) are not opened, since they can "
             "run code. If you trust them, convert them once: AutoModelForCausalLM.from_pretrained(folder, "
             "use_safetensors=False).save_pretrained(new_folder)"
         )
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file.name} in {str(folder)!r} is no file, or a link to none: download the folder again")
+        with file.open("rb") as opened:
+            header = int.from_bytes(opened.read(8), "little")
+        if MOST_HEADER < header <= file.stat().st_size < 100 * header:
+            raise ValueError(
+                f"{file.name} in {str(folder)!r} is {readable_size(header)} of names with hardly any weights: download "
+                "the folder again"
+            )
+
+
+def check_index(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises a ValueError unless the weights that a folder's index names are safetensors files of the folder.
+
+    transformers would open others with `torch.load`, and wherever they are.
+
+    Args:
+        folder: Of the model.
+        settings: What its config.json holds.
+    """
+    named = settings.get("transformers_weights")
+    if named is not None and named != "model.safetensors":
+        raise ValueError(
+            f"config.json in {str(folder)!r} has transformers_weights={named!r}, another name for the file of the "
+            "weights: call that model.safetensors, and take the setting out"
+        )
+    name = "model.safetensors.index.json"
+    if not (folder / name).is_file():
+        return
+    names = settings_in(folder, name).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ValueError(
+            f"{name} in {str(folder)!r} has no weight_map from tensors to files: download the folder again"
+        )
+    own = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":  # of the hub's cache, whose files are links
+        own.append(folder.resolve().parents[1] / "blobs")
+    for file in sorted({*names.values()}):
+        if not file.endswith(".safetensors"):
+            raise ValueError(
+                f"{name} in {str(folder)!r} names {file!r}: weights are read from safetensors, and pickled ones are "
+                "not opened, since they can run code; download the folder again"
+            )
+        if Path(file).name != file or (folder / file).resolve().parent not in own or "\0" in file:
+            raise ValueError(f"{name} in {str(folder)!r} names {file!r}, which lies outside: put it into the folder")
+        if not (folder / file).is_file():
+            raise ValueError(f"{name} in {str(folder)!r} names {file!r}, which is missing: download the folder again")
 
 
 def rows_of(folder: Path, module: str) -> int | None:
@@ -104,13 +174,31 @@ def _tensors_in(folder: Path) -> Iterator[tuple[str, Any]]:
             ) from error
 
 
-def check_layers(place: Path, layers: Any, tensors: int) -> None:
-    """Raises a ValueError if there are fewer tensors than layers: to build 10^9 layers first would take all memory."""
-    if isinstance(layers, int) and layers > tensors:
-        raise ValueError(
-            f"the configuration in {str(place)!r} says {layers:,} layers, but the weights are {tensors:,} tensors: "
-            "download it again, or correct config.json"
-        )
+def check_counts(place: Path, settings: Mapping[str, Any], tensors: int) -> None:
+    """Raises a ValueError if settings count more layers than there are tensors, or more labels than any model has.
+
+    Those are built one by one: 10^9 would take all memory before they are compared with the weights. Other sizes only
+    give tensors a shape, which costs nothing.
+    """
+    for name, value in _numbers_in(settings):
+        last = name.rpartition(".")[2]
+        if last in COUNTS and value > (MOST_LABELS if last == "num_labels" else tensors):
+            raise ValueError(
+                f"the configuration in {str(place)!r} says {name}={value:,}, but the weights are {tensors:,} tensors: "
+                "download it again, or correct config.json"
+            )
+
+
+def _numbers_in(settings: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """The whole numbers in settings, with the names that they stand under, such as `text_config.num_layers`."""
+    if isinstance(settings, int) and not isinstance(settings, bool):
+        yield name, settings
+    elif isinstance(settings, dict):
+        for key, value in settings.items():
+            yield from _numbers_in(value, f"{name}.{key}".removeprefix("."))
+    elif isinstance(settings, list):
+        for value in settings:
+            yield from _numbers_in(value, name)
 
 
 def outline_of(config: Any, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -173,7 +261,7 @@ def check_memory(place: Path, needed: int, stored: int) -> None:
 
 
 def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises a ValueError if an adapter's patterns are wrong or take forever, or its rank is not that of its weights.
+    """Raises a ValueError if an adapter's patterns are wrong or take forever, or it counts more than its weights have.
 
     Args:
         folder: Of the adapter.
@@ -181,11 +269,10 @@ def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str
         names: The modules of its base model.
     """
     largest = max((size for shape in shapes_in(folder) for size in shape), default=0)
-    ranks = settings.get("rank_pattern")
-    for rank in (settings.get("r"), *(ranks.values() if isinstance(ranks, dict) else ())):
-        if isinstance(rank, int) and rank > largest:  # its matrices would be built before they are compared
+    for name, value in _numbers_in(settings):  # such as ranks: matrices would be built before they are compared
+        if value > largest and not re.search("alpha|seed|key|indices|layers_to", name):
             raise ValueError(
-                f"the adapter in {str(folder)!r} says rank {rank:,}, but its weights have at most {largest} rows or "
+                f"the adapter in {str(folder)!r} says {name}={value:,}, but its weights have at most {largest} rows or "
                 "columns: download the folder again, or correct adapter_config.json"
             )
     given = {name: found for name in _PATTERNS if isinstance(found := settings.get(name), str | list | dict)}
@@ -211,6 +298,43 @@ def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str
             f"the adapter in {str(folder)!r} names modules by regular expressions that cannot be used ({reason}): "
             f"{shown}; name the modules in a list, as in ['q_proj', 'v_proj']"
         )
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises a ValueError if a folder's tokenizer makes a short text huge: by its normalizer, or by padding."""
+    name = "tokenizer.json"
+    if not (folder / name).is_file():
+        return
+    try:
+        settings = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return  # what reads it says what is wrong
+    parts = settings if isinstance(settings, dict) else {}
+    for part in ("normalizer", "decoder"):
+        if (grown := _growth(parts.get(part))) > MOST_GROWN:
+            raise ValueError(
+                f"the {part} in {name} of {str(folder)!r} makes {grown:,} characters of one: give another tokenizer as "
+                "tokenizer="
+            )
+    padded = max((value for _, value in _numbers_in([parts.get("padding")])), default=0)
+    if padded > MOST_PADDED:
+        raise ValueError(
+            f"{name} of {str(folder)!r} pads every text to {padded:,} tokens: give another tokenizer as tokenizer="
+        )
+
+
+def _growth(normalizer: Any) -> int:
+    """Of how many characters, at the most, a normalizer writes one."""
+    if not isinstance(normalizer, dict):
+        return 1
+    inner = normalizer.get("normalizers") or normalizer.get("decoders") or []
+    grown = prod(map(_growth, inner)) if isinstance(inner, list) else 1
+    content, pattern = (normalizer.get(key) for key in ("content", "pattern"))
+    if isinstance(content, str):
+        replaced = pattern.get("String") if isinstance(pattern, dict) else None
+        # A regular expression may match nothing, before every character.
+        grown *= max(1, len(content) // len(replaced)) if replaced else 1 + len(content)
+    return grown * max(1, len(str(normalizer.get("prepend", ""))))
 
 
 def readable_size(count: int) -> str:

@@ -4,6 +4,7 @@ transformers reads them too, but leaves out without a word what it does not know
 """
 
 import importlib.util
+import mmap
 import re
 import struct
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from align_circuits.hooks import compat
-from align_circuits.models.folder_checks import check_layers, check_memory, memory_of, outline_of
+from align_circuits.models.folder_checks import check_counts, check_memory, memory_of, outline_of
 
 _BLOCK = r"(attn_norm|attn_q|attn_k|attn_v|attn_output|ffn_norm|ffn_gate|ffn_up|ffn_down)\.weight"
 _ENDS = r"(token_embd|output_norm|output)\.weight"
@@ -40,8 +41,11 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 Source: `config.json` of Llama 3.1 (Grattafiori et al., The Llama 3 Herd of Models, 2024)."""
 
-BROKEN = (OSError, RuntimeError, ValueError, LookupError, struct.error)
-"""What reading a truncated or garbled file raises."""
+MOST_PARTS = 2**21
+"""How many texts and numbers the arrays in a file may have: a tokenizer of 260,000 tokens has four times as many."""
+
+MOST_TENSORS = 2**14
+"""How many tensors, or settings, a file may have; large models have some thousands."""
 
 
 def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -78,12 +82,12 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
             f"{str(path)!r} scales its rotary frequencies ({scaling}), which would be left out: give the model's "
             "folder in the Hugging Face format"
         )
+    check_counts(path, {"block_count": metadata.get(f"{architecture}.block_count")}, len(names))
     place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(path.parent, **place)
         for name, key in LEFT_OUT.get(architecture, {}).items():
             setattr(config, name, metadata.get(key, getattr(config, name)))
-        check_layers(path, config.num_hidden_layers, len(names))
         check_memory(path, memory_of(outline_of(config, dtype or torch.float32)), path.stat().st_size)
         factors = _rope_factors(path) if "rope_freqs.weight" in names else None
         if factors is not None:
@@ -97,7 +101,7 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
             output_loading_info=True,
             **place,
         )
-    except BROKEN as error:
+    except Exception as error:  # whoever reads a garbled file fails in its own way
         raise _broken(path, error) from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
@@ -133,7 +137,7 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
         )
     try:
         return compat.gguf_tokenizer(path, digits_apart=by_bytes and splits == "smollm")
-    except BROKEN as error:
+    except Exception as error:  # whoever reads a garbled file fails in its own way
         raise _broken(path, error) from error
 
 
@@ -155,13 +159,44 @@ def _header(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     if importlib.util.find_spec("gguf") is None:
         raise ImportError("reading a GGUF file needs the package gguf, which is not installed: pip install gguf")
     try:
+        _check_counts(path)
         return compat.gguf_header(path)
-    except BROKEN as error:
+    except Exception as error:  # whoever reads a garbled file fails in its own way
         raise _broken(path, error) from error
 
 
+def _check_counts(path: Path) -> None:
+    """Raises a ValueError if a file counts more than any model has: its reader goes through them one by one."""
+    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as file:
+        tensors, settings = struct.unpack_from("<QQ", file, 8)
+        place, parts = 24, 0
+        for _ in range(settings if max(tensors, settings) <= MOST_TENSORS else 0):
+            (length,) = struct.unpack_from("<Q", file, place)
+            (kind,) = struct.unpack_from("<I", file, place + 8 + length)
+            place, count = place + 12 + length, 1
+            if kind == _ARRAY:
+                kind, count = struct.unpack_from("<IQ", file, place)
+                place, parts = place + 12, parts + count
+            if parts > MOST_PARTS:
+                break
+            if kind in _WIDTHS:
+                place += count * _WIDTHS[kind]
+                continue
+            for _ in range(count):  # texts
+                place += 8 + struct.unpack_from("<Q", file, place)[0]
+    if max(tensors, settings) > MOST_TENSORS or parts > MOST_PARTS:
+        raise ValueError(
+            f"it counts {tensors:,} tensors, {settings:,} settings and {parts:,} parts of arrays, more than any model "
+            "has"
+        )
+
+
+_ARRAY, _WIDTHS = 9, {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8, 11: 8, 12: 8}
+"""The types of values in the format: of arrays, and the bytes of each kind of number; all others are texts."""
+
+
 def _broken(path: Path, error: Exception) -> ValueError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
     return ValueError(f"{str(path)!r} cannot be read as a GGUF file ({reason}): download it again")
 
 

@@ -4,7 +4,7 @@ import copy
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
@@ -34,10 +34,12 @@ from align_circuits.hooks.probes import evaluating
 from align_circuits.jobs.files import is_path
 from align_circuits.models.folder_checks import (
     check_adapter,
+    check_counts,
     check_device_map,
-    check_layers,
+    check_index,
     check_memory,
     check_safetensors,
+    check_tokenizer,
     memory_of,
     outline_of,
     rows_of,
@@ -63,6 +65,9 @@ model."""
 
 FILES: tuple[str, ...] = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """The files downloaded from the hub: weights in safetensors, configuration, tokenizer. No pickle, no code."""
+
+MOST_ADAPTERS = 8
+"""How many adapters may be the base of one another."""
 
 FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
 """Modules that compute queries, keys and values in one projection."""
@@ -132,6 +137,11 @@ def load(
             raise ValueError(f"{option} goes with a folder or a name on the hub: a model in memory stays as it is")
     if gguf_file is not None and (not isinstance(source, str | Path) or source in BUNDLED):
         raise ValueError(f"gguf_file={gguf_file!r} goes with a folder or a name on the hub: leave it out")
+    if revision is not None and (not isinstance(source, str | Path) or source in BUNDLED or Path(source).exists()):
+        shown = repr(str(source)) if isinstance(source, str | Path) else f"a {type(source).__name__} in memory"
+        raise ValueError(
+            f"revision={revision!r}: only models on the hub have revisions, {shown} has none: leave it out"
+        )
     if isinstance(source, str) and source in BUNDLED:
         dtype, source = dtype or torch.float32, BUNDLED[source]()
     if isinstance(source, HookedModel):
@@ -233,8 +243,12 @@ def _read(
     device: torch.device,
     device_map: str | Mapping[str, int | str] | None = None,
     quantization: Quantization | None = None,
+    above: Sequence[Path] = (),
 ) -> PreTrainedModel:
-    """Reads a model, or an adapter and its base model, in a folder or a GGUF file, for a device that it will run on."""
+    """Reads a model, or an adapter and its base model, in a folder or a GGUF file, for a device that it will run on.
+
+    `above` are the adapters whose base is read.
+    """
     if device_map is not None and (is_gguf(folder) or (folder / "adapter_config.json").is_file()):
         given = "device_map" if quantization is None else "quantization"
         kind = "a GGUF file" if is_gguf(folder) else "an adapter"
@@ -242,7 +256,7 @@ def _read(
     if is_gguf(folder):
         return read_gguf(folder, dtype)
     if (folder / "adapter_config.json").is_file():
-        return _read_adapter(folder, dtype, device)
+        return _read_adapter(folder, dtype, device, above)
     if not (folder / "config.json").is_file():
         has_gguf = any(folder.glob("*.gguf"))
         remedy = "name its GGUF file with gguf_file=" if has_gguf else "give a folder that save_pretrained wrote"
@@ -257,8 +271,8 @@ def _read(
             "download the folder again"
         )
     check_safetensors(folder)
-    layers = next((settings[name] for name in ("num_hidden_layers", "n_layer") if name in settings), 0)
-    check_layers(folder, layers, len(list(shapes_in(folder))))
+    check_index(folder, settings)
+    check_counts(folder, settings, len(list(shapes_in(folder))))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         stored = stored_dtype(folder, config)
@@ -329,8 +343,16 @@ def _check_complete(folder: Path, model: PreTrainedModel, info: Mapping[str, Any
         )
 
 
-def _read_adapter(folder: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+def _read_adapter(
+    folder: Path, dtype: torch.dtype | None, device: torch.device, above: Sequence[Path]
+) -> PreTrainedModel:
     from peft import PeftModel  # importing it takes seconds, and few calls need it
+
+    if folder.resolve() in above or len(above) == MOST_ADAPTERS:
+        raise ValueError(
+            f"the adapter in {str(folder)!r} is an adapter of itself, or of more than {MOST_ADAPTERS} adapters: name "
+            "the model that it was trained on as base_model_name_or_path in adapter_config.json"
+        )
 
     check_safetensors(folder, "adapter_model.safetensors")  # beside any other, PEFT would open adapter_model.bin
     settings = settings_in(folder, "adapter_config.json")
@@ -343,7 +365,7 @@ def _read_adapter(folder: Path, dtype: torch.dtype | None, device: torch.device)
         dtype, base = dtype or torch.float32, BUNDLED[base_name]()
     else:
         base = folder / base_name if is_path(base_name) and (folder / base_name).is_dir() else base_name
-    plain_model = _read(_place(base), dtype, device)
+    plain_model = _read(_place(base), dtype, device, above=[*above, folder.resolve()])
     check_adapter(folder, settings, (name for name, _ in plain_model.named_modules()))
     embedding = plain_model.get_input_embeddings()
     name = next(name for name, module in plain_model.named_modules() if module is embedding)
@@ -408,6 +430,7 @@ def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
         return None
     if is_gguf(folder):
         return gguf_tokenizer(folder)
+    check_tokenizer(folder)
     config = "tokenizer_config.json"
     name = settings_in(folder, config).get("tokenizer_class") if (folder / config).is_file() else None
     # AutoTokenizer would read a generic tokenizer beside, say, a Qwen2 model as Qwen2's, with other ids.

@@ -7,6 +7,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from align_circuits.jobs.printable import printable
+
 GROUP_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 """Okabe and Ito (2008): distinct for colour-blind readers."""
 _DARK = ("#0072B2",)  # white letters are easier to read on it
@@ -51,7 +53,10 @@ class Mark:
 
 
 class Html(str):
-    """HTML that a notebook renders, and that a template takes as it is."""
+    """HTML that a notebook renders, and that a template takes as it is; control characters in it are escaped."""
+
+    def __new__(cls, text: str) -> "Html":  # noqa: D102
+        return super().__new__(cls, printable(text))
 
     def _repr_html_(self) -> str:
         return str(self)
@@ -77,8 +82,8 @@ def draw_tokens(lines: Sequence[Sequence[Mark]], caption: str = "") -> Html:
 
 
 def readable(text: str) -> str:
-    """Returns a token's text with a line break as ↵, without spaces, and a space alone as ␣."""
-    return text.replace("\n", "↵").replace(" ", "") or "␣"
+    """Returns a token's text with a line break as ↵, a space alone as ␣, no others, and control characters escaped."""
+    return printable(text).replace("\n", "↵").replace(" ", "") or "␣"
 
 
 _TEMPLATES = Environment(

@@ -1,5 +1,6 @@
 """The entry point: what it imports, what it suggests, and output that is not read to its end."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,11 +8,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 import align_circuits as ac
 from align_circuits.cli import main
-from align_circuits.cli.entry import VERBS, warnings_as_lines
+from align_circuits.cli.entry import PROGRESS, VERBS, Output, warnings_as_lines
 from align_circuits.cli.help_texts import parser_help
+from align_circuits.jobs.printable import printable
 
 PROGRAM = "import sys; from align_circuits.cli import main; status = main(); "
 
@@ -79,6 +82,33 @@ def test_what_is_piped_has_no_boxes_and_no_control_characters(capsys):
     assert "--x-len" in printed.out
     assert "--hlep" in printed.err
     assert not {*(printed.out + printed.err)} & {*"─│╭╮╰╯├┤\x1b\r"}
+
+
+SPITEFUL = "boom \x1b[31mRED\x1b]0;owned\x07 \x9b2J \u202egnp\r"
+ESCAPED = r"boom \x1b[31mRED\x1b]0;owned\x07 \x9b2J \u202egnp\r"
+
+
+def test_control_characters_are_printed_escaped(tmp_path, capsys):
+    plan = {"started": 0.0, "jobs": {"a.json": {"function": "m:f", "config": {}, "seed": 0}}}
+    (tmp_path / ".plan-0000000000000000.json").write_text(json.dumps(plan))
+    (tmp_path / "a.error").write_text(SPITEFUL)
+    assert main(["status", str(tmp_path)]) == 0
+    for arguments in (["open", SPITEFUL], [SPITEFUL], ["score", "--prompts", SPITEFUL, "--out", str(tmp_path / "o")]):
+        assert main(arguments) == 2
+    with pytest.raises(SystemExit):
+        main(["score", f"--{SPITEFUL}"])
+    with warnings_as_lines():
+        print(warnings.formatwarning(SPITEFUL, UserWarning, "", 0), file=Output(sys.stderr, PROGRESS))
+    printed = capsys.readouterr()
+    assert ESCAPED.removesuffix(r"\r") in printed.out and printed.err.count(ESCAPED) >= 4
+    assert printable(printed.out + printed.err) == printed.out + printed.err
+
+
+def test_a_progress_bar_moves(capsys):
+    for _ in tqdm(range(2), file=Output(sys.stderr, PROGRESS), desc="\x1b[2J", mininterval=0):
+        pass
+    printed = capsys.readouterr().err
+    assert "\r\\x1b[2J: 100%" in printed and "\x1b" not in printed and "\\r" not in printed
 
 
 def test_open_prints_the_path_where_there_is_no_display(tmp_path, capsys, monkeypatch):

@@ -3,7 +3,9 @@
 import json
 import os
 import pickle
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from refusals import refused
 
 import align_circuits as ac
 from align_circuits.jobs.checkpoints import NAME
+from align_circuits.models.folder_checks import _tensors_in
 from align_circuits.models.gguf_files import read_gguf
 from align_circuits.tables.tables import Provenance, Table
 
@@ -140,7 +143,8 @@ def test_what_the_package_keeps_is_never_unpickled(tmp_path, mark):
         ({"exclude_modules": "(.*)*(.*)*!"}, r"regular expressions that cannot be used \(matching .* 0.5 s\)"),
         ({"rank_pattern": {SLOW: 2}}, r"regular expressions that cannot be used \(matching .* 0.5 s\)"),
         ({"target_modules": "(q_proj"}, r"cannot be used \(re\.error: missing \)"),
-        ({"r": 10**9}, "says rank 1,000,000,000, but its weights have at most 32 rows or columns"),
+        ({"r": 10**9}, "says r=1,000,000,000, but its weights have at most 32 rows"),
+        ({"rank_pattern": {"q_proj": 10**9}}, "says rank_pattern.q_proj=1,000,000,000, but its weights"),
         ({"r": "many"}, r"adapter in .* cannot be used \(.*: correct adapter_config\.json"),
     ],
 )
@@ -150,6 +154,105 @@ def test_a_spiteful_adapter_is_refused_in_time(adapter, settings, message, monke
     started = time.monotonic()
     refused(message, ac.load, adapter)
     assert time.monotonic() - started < 5
+
+
+def test_an_index_names_safetensors_of_its_folder_alone(folder, tmp_path, mark):
+    (folder / "model.safetensors").rename(folder / "decoy.safetensors")
+    torch.save(Malicious(mark), folder / "w.bin")
+    shutil.copy(folder / "decoy.safetensors", tmp_path / "w.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "w.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for name, message in (
+        ("w.bin", r"names 'w\.bin': weights are read from safetensors"),
+        ("gone.safetensors", "which is missing"),
+        ("../w.safetensors", "which lies outside"),
+        (str(tmp_path / "w.safetensors"), "which lies outside"),
+        ("link.safetensors", "which lies outside"),
+        (["decoy.safetensors"], "has no weight_map"),
+    ):
+        index.write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}}))
+        refused(message, ac.load, folder)
+    names = [name for name, _ in _tensors_in(folder)]
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "decoy.safetensors")}))
+    (folder / "link.safetensors").unlink()
+    assert ac.load(folder) is not None
+    change(folder / "config.json", transformers_weights="link.safetensors")
+    refused("another name for the file of the weights", ac.load, folder)
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def with_names(file: Path, count: int) -> None:
+    """Adds empty tensors to a safetensors file."""
+    header = json.loads(file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")])
+    data = file.read_bytes()[8 + int.from_bytes(file.read_bytes()[:8], "little") :]
+    header |= {f"t{at}": {"dtype": "F32", "shape": [0], "data_offsets": [len(data)] * 2} for at in range(count)}
+    names = json.dumps(header).encode()
+    file.write_bytes(len(names).to_bytes(8, "little") + names + data)
+
+
+def as_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def with_tokenizer(folder: Path, **parts: Any) -> None:
+    change(folder / "tokenizer.json", **parts)
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+PADDING = {"direction": "Left", "pad_id": 0, "pad_type_id": 0, "pad_token": "0"}
+HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    **{
+        f"{name} of {count:,}": (
+            lambda folder, name=name, count=count: change(folder / "config.json", **{name: count}),
+            "download the folder again|correct config.json",
+        )
+        for name in ("num_labels", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+        for count in (10**8, 10**15)
+    },
+    "attention heads": (
+        lambda folder: change(folder / "config.json", num_attention_heads=10**8),
+        "takes .* GB of memory",
+    ),
+    "experts": (
+        lambda folder: change(folder / "config.json", model_type="mixtral", num_local_experts=10**8),
+        "takes .* GB of memory",
+    ),
+    "deep settings": (lambda folder: (folder / "config.json").write_text(nested(10**5)), "config.json .* is no JSON"),
+    "long settings": (lambda folder: (folder / "config.json").write_text(" " * 2**25), "which are no settings"),
+    "names": (lambda folder: with_names(folder / "model.safetensors", 400_000), "names with hardly any weights"),
+    "a pipe": (lambda folder: as_pipe(folder / "model.safetensors"), "is no file"),
+    "a normalizer": (
+        lambda folder: with_tokenizer(folder, normalizer={"type": "Sequence", "normalizers": [DOUBLING] * 40}),
+        "normalizer .* makes 1,099,511,627,776 characters of one",
+    ),
+    "padding": (
+        lambda folder: with_tokenizer(folder, padding=PADDING | {"strategy": {"Fixed": 10**9}}),
+        "pads every text to 1,000,000,000 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_folder_that_would_take_all_time_or_memory_is_refused_at_once(folder, case):
+    spoil, message = HOSTILE[case]
+    ac.load(folder)  # what is imported once
+    spoil(folder)
+    started = time.process_time()
+    refused(message, ac.load, folder)
+    assert time.process_time() - started < 2
+
+
+def test_an_adapter_of_itself_is_refused(adapter, tmp_path):
+    shutil.copytree(adapter, tmp_path / "other")
+    for base, name in ((adapter, "adapter"), (tmp_path / "other", "adapter"), (adapter, "other")):
+        change(tmp_path / name / "adapter_config.json", base_model_name_or_path=str(base))
+    refused("is an adapter of itself", ac.load, adapter)
+    change(adapter / "adapter_config.json", base_model_name_or_path=str(adapter))
+    refused("is an adapter of itself", ac.load, adapter)
 
 
 def test_nobody_trusts_the_code_of_a_folder():

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,42 @@ def test_broken_files(files, tmp_path):
         refused(r"cut\.gguf' cannot be read as a GGUF file \(.*\): download it again", load, tmp_path / "cut.gguf")
     (tmp_path / "text.gguf").write_text("no model" * 100)
     refused(r"text\.gguf' cannot be read as a GGUF file", load, tmp_path / "text.gguf")
+
+
+def text(letters: bytes) -> bytes:
+    return struct.pack("<Q", len(letters)) + letters
+
+
+ARCHITECTURE = text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")
+NO_TEXTS = text(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 5_000_000) + bytes(8 * 5_000_000)
+NO_TENSOR = text(b"t") + struct.pack("<IQIQ", 1, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings", "rest"),
+    [
+        (0, 2, ARCHITECTURE + NO_TEXTS),
+        (0, 2, ARCHITECTURE + text(b"a") + struct.pack("<IIQ", 9, 0, 2**60)),
+        (400_000, 1, ARCHITECTURE + 400_000 * NO_TENSOR),
+        (0, 400_000, ARCHITECTURE + 400_000 * (text(b"a") + struct.pack("<IB", 0, 0))),
+    ],
+)
+def test_a_file_that_counts_millions_is_refused_at_once(tensors, settings, rest, tmp_path):
+    (tmp_path / "large.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, tensors, settings) + rest)
+    started = time.process_time()
+    refused("parts of arrays, more than any model has", load, tmp_path / "large.gguf")
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("block_count", 10**9), ("embedding_length", 2**31), ("vocab_size", 2**31), ("attention.head_count", 2**31)],
+)
+def test_sizes_that_no_weights_have_are_refused_at_once(key, value, models, byte_bpe_tokenizer, tmp_path):
+    place = write_gguf(tmp_path / "large.gguf", models["llama"], byte_bpe_tokenizer, **{f"llama.{key}": value})
+    started = time.process_time()
+    refused("download it again|correct config.json", load, place)
+    assert time.process_time() - started < 2
 
 
 def test_without_the_package_gguf(files, monkeypatch):

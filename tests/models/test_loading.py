@@ -294,7 +294,7 @@ def test_names_of_nothing_are_answered_in_one_line_at_once(source, message):
         ({"num_hidden_layers": 3}, r"lack 9 tensors that config\.json requires, such as 'model\.layers\.2\."),
         ({"num_hidden_layers": 1}, r"hold 9 tensors of layers that config\.json does not have, such as 'model\.lay"),
         ({"num_key_value_heads": 4}, "cannot be read"),
-        ({"num_hidden_layers": 10**9}, r"says 1,000,000,000 layers, but the weights are \d+ tensors"),
+        ({"num_hidden_layers": 10**9}, r"says num_hidden_layers=1,000,000,000, but the weights are \d+ tensors"),
         ({"vocab_size": 10**9}, r"takes 256\.0 GB of memory, but its weights' files have 0?\.?\d+\.?\d* MB and"),
         ({"intermediate_size": 10**8}, r"takes 76\.8 GB of memory, but"),
         ({"vocab_size": -5}, r"config\.json in .* cannot be used \(.*: correct it"),

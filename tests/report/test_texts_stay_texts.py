@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 
 import align_circuits as ac
 from align_circuits.heads.localization import TaskFacts
+from align_circuits.prompts.token_html import Html, readable, rendered
 from align_circuits.report import plots as typed_plots
 from align_circuits.report.localize_report import _sections
 from align_circuits.report.page import Section, write_report
@@ -163,6 +164,12 @@ def written(names: tuple[str, ...], model: Any, found: ac.Localization, path: Pa
     shown: list[Section] = [*sections, *((name, "", figure) for name, figure in figures.items())]
     write_report(path, title=names[0], summary=" ".join(names), sections=shown, provenance=provenance)
     return figures
+
+
+def test_control_characters_are_escaped_in_pages_and_figures():
+    for text, escaped in (("a\x1b[2Jb", r"a\x1b[2Jb"), ("a\u202eb\x9b", r"a\u202eb\x9b"), ("é\u2028☺", "é\u2028☺")):
+        assert Html(text) == plain(text) == readable(text) == escaped
+        assert escaped in rendered("prompts/tokens.html", lines=[[]], caption=text)
 
 
 def test_no_text_becomes_more_than_text(tmp_path):

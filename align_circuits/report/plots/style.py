@@ -8,6 +8,8 @@ from typing import Any, Literal
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from align_circuits.jobs.printable import printable
+
 SEQUENTIAL = "Cividis"
 """The scale for values in [0, 1]; made for colour-blind readers (Nuñez et al., 2018)."""
 
@@ -43,9 +45,9 @@ def plain(text: str) -> str:
     """Returns a text such that plotly draws it letter for letter, and a line break as one.
 
     plotly reads `<b>`, `<a href>` and entities as markup, `$x$` as a formula where MathJax is loaded, and `%{x}` in
-    what appears on hovering as a field.
+    what appears on hovering as a field. Control characters are escaped.
     """
-    escaped = html.escape(text, quote=False).replace("$", "&#36;").replace("%{", "&#37;{")
+    escaped = html.escape(printable(text), quote=False).replace("$", "&#36;").replace("%{", "&#37;{")
     return escaped.replace("\n", "<br>")
 
 
