@@ -29,8 +29,10 @@ else:
 MOST_TOKENS = 2**23
 """The most tokens in prompts that are made at once: they take some ten seconds and gigabytes."""
 
-BYTES_A_TOKEN = 120
-"""About how many bytes prompts with gold take for each token."""
+BYTES_A_TOKEN = 110
+"""About how many bytes prompts take for each token, and beside it for each target: more with a task's references."""
+BYTES_A_TARGET = 280
+BYTES_A_REFERENCE = 700
 
 _REMEDIES = {
     "HookedModel": "load it with align_circuits.load",
@@ -199,16 +201,24 @@ def _in_words(hint: Any) -> str:
     return names.get(name, name)
 
 
-def check_size(tokens: int, what: str) -> None:
+def size_of(tokens: int, targets: int, *, references: bool) -> int:
+    """Returns about how many bytes prompts take, in all: within a third, from some ten thousand tokens up."""
+    return tokens * BYTES_A_TOKEN + targets * (BYTES_A_TARGET + references * BYTES_A_REFERENCE)
+
+
+def check_size(tokens: int, targets: int, what: str, *, references: bool = False) -> None:
     """Raises a ValueError if prompts are too many, or too long, to be made at once.
 
     Args:
         tokens: In all prompts together.
+        targets: In all prompts together.
         what: What was asked for.
+        references: Whether targets have the references of a task.
     """
     if tokens > MOST_TOKENS:
+        needed = size_of(tokens, targets, references=references)
         raise ValueError(
-            f"{what} are {tokens:,} tokens, some {tokens * BYTES_A_TOKEN / 1e9:.1f} GB: give fewer or shorter prompts, "
+            f"{what} are {tokens:,} tokens, some {needed / 1e9:.1f} GB: give fewer or shorter prompts, "
             f"at most {MOST_TOKENS:,} tokens at a time, in parts with several seeds"
         )
 

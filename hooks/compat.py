@@ -122,7 +122,7 @@ def device_of(module: nn.Module) -> torch.device:
     if not first.is_meta:
         return first.device
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    return torch.device(next(hook.execution_device for hook in hooks if hook is not None and hook.offload))
+    return torch.device(next((hook.execution_device for hook in hooks if hook is not None and hook.offload), "meta"))
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:

@@ -4,7 +4,11 @@ The list of modules belongs to the interpreter, and the last one to set it wins:
 to import PyTorch in every process.
 """
 
+import ctypes
 import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
@@ -16,3 +20,30 @@ FORK.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
     ]
 )
+
+
+def peak_of(make: Callable[..., Any], n: int, *arguments: Any) -> int:
+    """Returns by how many bytes the memory of a process grows at the most while `make(n, *arguments)` runs.
+
+    On Linux alone. What is imported or set up once does not count: `make(2, *arguments)` ran before.
+    """
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_send_peak, args=(sender, make, n, *arguments))
+    process.start()
+    sender.close()
+    peak = receiver.recv()
+    process.join()
+    return peak
+
+
+def _send_peak(sender: Any, make: Callable[..., Any], n: int, *arguments: Any) -> None:
+    def kilobytes(name: str) -> int:
+        return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
+
+    make(2, *arguments)
+    ctypes.CDLL(None).malloc_trim(0)  # else what is free already would be used, and not be seen
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = kilobytes("VmRSS")
+    made = make(n, *arguments)
+    sender.send(1024 * (kilobytes("VmHWM") - before))
+    del made

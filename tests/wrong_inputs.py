@@ -1,4 +1,6 @@
-"""Calls of the public functions with one argument replaced by a wrong one, and how each of them ends.
+"""Calls of the public functions with one argument replaced by a wrong or an odd one, and how each of them ends.
+
+Half of the values are of the right type: empty, huge, negative, NaN, reversed, of another length, model or tokenizer.
 
 python tests/wrong_inputs.py --n 3000 --seed 0
 """
@@ -13,8 +15,8 @@ import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,10 @@ import numpy as np
 import pandas as pd
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
@@ -44,7 +49,8 @@ class Outcome:
     argument: str
     value: str
     kind: str
-    """`"accepted"`, `"refused"` (raised by the package on purpose), `"depths"` (any other exception) or `"hang"`."""
+    """`"accepted"`, `"refused"` (by a message of the public function, or one that names the argument or what it holds),
+    `"depths"` (any other exception) or `"hang"`."""
     message: str = ""
 
 
@@ -67,7 +73,21 @@ class World:
             self.network = LlamaForCausalLM(config)
             self.model = ac.load(LlamaForCausalLM(config), tokenizer=tokenizer)
             self.tuned = ac.load(LlamaForCausalLM(config), tokenizer=tokenizer)
+            small = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=16)
+            self.other = ac.load(GPT2LMHeadModel(small), tokenizer=tokenizer)
+            narrow = LlamaForCausalLM(config)
+            narrow.model.layers[1].half()
+            self.odd_models = [
+                self.other,
+                ac.load(LlamaForCausalLM(config).double(), tokenizer=tokenizer),
+                ac.load(LlamaForCausalLM(config).bfloat16(), tokenizer=tokenizer),
+                ac.load(LlamaForCausalLM(config)),
+                *made(partial(ac.load, tokenizer=tokenizer), narrow, LlamaForCausalLM(config).to("meta")),
+            ]
         self.tokenizer = tokenizer
+        words = WordLevel({letter: place for place, letter in enumerate("[]:abcd")}, unk_token="[")
+        self.foreign_tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="]")
+        self.foreign_tokenizer.backend_tokenizer.pre_tokenizer = Split("", "isolated")
         self.own = ac.Prompts.from_texts(["ab:", "cd:"], tokenizer, answer=["a", "c"], positions={"first": 1})
         self.task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
         self.clean = self.task.sample(3, tokenizer, seed=0)
@@ -216,6 +236,63 @@ class World:
             "tune": (ac.tune, {"model": self.tuned, "task": self.task, "config": ac.TuneConfig(**SHORT), "seed": 0}),
         }
 
+    def odd_values(self, valid: Any) -> list[Any]:
+        """Values of the type of a valid one, of which few make sense."""
+        if isinstance(valid, bool) or valid is None:
+            return [True, False]
+        if isinstance(valid, int):
+            return [0, -1, 1, 7, 65, 10**7, 10**12, -(2**63), 10**30]
+        if isinstance(valid, float):
+            return [0.0, -0.0, -1.0, 1e300, 1e-300, math.nan, math.inf, -math.inf]
+        if isinstance(valid, str):
+            return ["", " ", "a" * 10**5, "\ud800", "\x00", "\x1b[2J", valid.upper(), valid + " ", valid[:-1], "L9H9"]
+        if isinstance(valid, torch.Tensor):
+            parts = [
+                valid[:0],
+                valid[:-1],
+                torch.cat([valid, valid]),
+                valid[None],
+                valid.flip(0),
+                valid.float() * math.nan,
+            ]
+            return [*parts, valid.bool(), valid.double(), ~valid.bool(), valid.to("meta"), valid.long()]
+        if isinstance(valid, tuple) and all(isinstance(part, int) for part in valid):
+            return [valid[::-1], (0, 0), (-1, 10**9), (10**9, 10**12), valid[:1] * len(valid)]
+        if isinstance(valid, list | tuple):
+            return [valid[:0], valid[:1], valid[::-1], [*valid, *valid], [*valid] * 500, valid[-1:], [valid], valid[1:]]
+        if isinstance(valid, dict):
+            return [{}, {**valid, "": None}, dict.fromkeys(valid)]
+        if isinstance(valid, ac.Prompts):
+            foreign = ac.Prompts.from_texts(["ab:", "cd:"], self.foreign_tokenizer, answer=["a", "c"])
+            many = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=9).sample(2, self.tokenizer, seed=1)
+            ids = [ac.Prompts.from_tokens(rows) for rows in ([[1, 10**9]], [[1] * 400], [[5, 6, 5]])]
+            return [valid[:0], valid[:1], self.own, foreign, many, *ids]
+        if isinstance(valid, ac.Pair):
+            cut = [(valid.clean[:n], valid.corrupted[:n]) for n in (0, 1)]
+            return [*made(lambda parts: ac.Pair(*parts), *cut, (valid.clean, valid.clean)), self.noise]
+        if isinstance(valid, ac.RunOptions):
+            sizes = [ac.RunOptions(batch_size=size) for size in (1, 10**9)]
+            return [*sizes, ac.RunOptions(engine="fast"), ac.RunOptions(engine="reference")]
+        if isinstance(valid, ac.Task):
+            tasks = [ac.LexiconTask(), ac.RepeatedTokensTask(length=4), ac.RepeatedTokensTask(length=2)]
+            return [*tasks, ac.Seq2SeqTask(n_examples=10**7), ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=1)]
+        if isinstance(valid, ac.Table):
+            frames = [valid.frame[:0], valid.frame[::-1], pd.concat([valid.frame] * 2)]
+            return [*made(lambda frame: replace(valid, frame=frame), *frames), self.edges, self.table]
+        if isinstance(valid, ac.TuneConfig):
+            sizes = [
+                ("r", 10**12),
+                ("r", 10**5),
+                ("steps", 0),
+                ("batch", 10**9),
+                ("probe_prompts", 10**9),
+                ("lr", math.nan),
+            ]
+            return made(lambda size: ac.TuneConfig(**SHORT | dict([size])), *sizes)
+        if hasattr(valid, "all_special_ids"):
+            return [self.foreign_tokenizer]
+        return self.odd_models if hasattr(valid, "hook_dict") else []
+
     def wrong_values(self) -> list[Any]:
         """Values of wrong types, out of range, and of other models; some of them fit some arguments."""
         other = ac.RepeatedTokensTask(length=3).sample(2, 9)
@@ -241,8 +318,18 @@ def wrong_calls(world: World, n: int, seed: int) -> Iterator[tuple[str, str, Any
     for place in range(n):
         name, argument, index = order[place % len(order)]
         function, arguments = calls[name]
-        value = world.wrong_values()[index]
+        odd = world.odd_values(arguments[argument])
+        value = odd[index % len(odd)] if odd and place % 2 else world.wrong_values()[index]
         yield name, argument, value, lambda f=function, a=arguments | {argument: value}: f(**a)
+
+
+def made(maker: Callable[..., Any], *cases: Any) -> list[Any]:
+    """What a maker returns for each case, without those that it refuses."""
+    found = []
+    for case in cases:
+        with suppress(ValueError):
+            found.append(maker(case))
+    return found
 
 
 @contextmanager
@@ -281,11 +368,18 @@ def outcome_of(name: str, argument: str, value: Any, call: Callable[[], Any]) ->
             ours = place.is_relative_to(PACKAGE) or place.is_relative_to(HOOKS)
             meant = isinstance(error, ValueError | TypeError | LookupError | ImportError)
             raised = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
-            on_purpose = ours and meant and raised
-            kind = "refused" if on_purpose else "depths"
+            named = argument.removesuffix("s") in str(error) or str(value)[:40] in str(error)
+            function = call.__defaults__[0]  # of `wrong_calls`
+            door = place == _file_of(function) or "check" in last.tb_frame.f_code.co_name
+            kind = "refused" if ours and meant and raised and (named or door) else "depths"
             message = f"{type(error).__name__}: {error} ({place.name}:{last.tb_lineno})"
             return Outcome(name, argument, shown, kind, message.replace("\n", " ")[:600])
     return Outcome(name, argument, shown, "accepted")
+
+
+def _file_of(function: Any) -> Path:
+    """The file that defines a public function; of a call that changes a folder first, that of `load`."""
+    return Path(inspect.getfile(inspect.unwrap(ac.load if isinstance(function, partial) else function))).resolve()
 
 
 def main() -> None:

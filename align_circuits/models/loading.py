@@ -503,6 +503,10 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
     from transformer_lens.model_bridge.sources import build_bridge_from_module, detect_tokenizer_bos_eos
 
     _check_architecture(type(model).__name__)
+    if compat.device_of(model).type == "meta":
+        raise ValueError(
+            f"the weights of this {type(model).__name__} are on the device 'meta', shapes without numbers: load them"
+        )
     modules = dict(model.named_modules())
     if any(compat.without_bridge(module) is not module for module in modules.values()):
         raise ValueError("this Hugging Face model is already wrapped: give the TransformerLens model that wraps it")

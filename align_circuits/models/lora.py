@@ -99,7 +99,7 @@ def with_adapter(
         seed: Fixes LoRA's first matrices; the second ones start at 0.
 
     Raises:
-        ValueError: No such layer or matrix.
+        ValueError: No such layer or matrix, or a rank above the size of the matrices.
     """
     from peft import LoraConfig, get_peft_model  # importing it takes seconds, and few calls need it
 
@@ -111,6 +111,12 @@ def with_adapter(
         raise ValueError(
             f"a {type(model).__name__} has no {missing[0]}_proj: only decoders with separate projections can be tuned, "
             "such as Llama, Qwen2, Qwen3 and Mistral"
+        )
+    adapted = [module for name, module in model.named_modules() if name.rpartition(".")[2][:-5] in names]
+    largest = max(max(module.in_features, module.out_features) for module in adapted)
+    if r > largest:
+        raise ValueError(
+            f"r={r:,}: the matrices to adapt have at most {largest:,} rows or columns; give a smaller rank"
         )
     lora = LoraConfig(
         r=r,

@@ -37,6 +37,9 @@ WRONG = "wrong"
 KINDS = ("first", "later")
 """`"first"`: the first token of a phrase, which needs alignment; `"later"`: the others, which may do without."""
 
+MOST_IDS = 2**31
+"""More than any vocabulary has; tokenizers count in 32 bits."""
+
 REFERENCES = ("chance", "memoryless", "history", "oracle")
 """The reference predictors whose accuracies targets may carry, one column each: a uniform guess, two ceilings without
 alignment (`"memoryless"` knows the automata, not which symbol is next; `"history"` also rules symbols out by the output
@@ -426,6 +429,9 @@ class Prompts:
             )
         if any(token < 0 for row in rows for token in row):
             raise ValueError("a token id is negative: give ids without padding, and lists of different lengths instead")
+        largest = max(map(max, rows))
+        if largest >= MOST_IDS:
+            raise ValueError(f"a token id is {largest:,}, which is in no vocabulary: give ids below {MOST_IDS:,}")
         length = max(map(len, rows))
         inputs = torch.tensor([[0] * (length - len(row)) + row for row in rows])
         mask = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])

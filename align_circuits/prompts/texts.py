@@ -106,7 +106,15 @@ def _is_place(place: Any) -> bool:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that goes on: without an end that the tokenizer adds, or a second beginning."""
+    """The tokens of a text that goes on: without an end that the tokenizer adds, or a second beginning.
+
+    Raises:
+        ValueError: The text has half a character, of which UTF-16 makes two.
+    """
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(
+            f"the text {text[:60]!r} has half a character (a lone surrogate): decode it from its file anew"
+        )
     ids = list(tokenizer(text)["input_ids"])
     return ids[_doubled(tokenizer, text, ids) : len(ids) - _ended(tokenizer, text, ids)]
 

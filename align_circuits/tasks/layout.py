@@ -51,6 +51,16 @@ class Layout:
         return torch.cat(parts, dim=1).index_select(1, self.index)
 
 
+def length_of(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: bool) -> int:
+    """Returns how many tokens the prompts of a layout have, which need not be built for it."""
+    symbols, letters = x_len, x_len * phrase_len
+    if style == "marked":
+        symbols, letters = 2 * symbols, 2 * letters
+    if style == "pre-aligned":
+        letters += x_len
+    return bos + (n_examples + 1) * (symbols + 1 + letters) + n_examples
+
+
 @lru_cache(maxsize=64)
 def layout_of(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: bool) -> Layout:
     """Returns the layout of a prompt of `n_examples` examples and the test example.

@@ -14,7 +14,7 @@ from align_circuits.tasks.alignment import sample_alignment
 from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption
 from align_circuits.tasks.labels import prompts_of
-from align_circuits.tasks.layout import layout_of
+from align_circuits.tasks.layout import layout_of, length_of
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.seq2seq import TranslationTask, config_of
 from align_circuits.tasks.task import check_choices, check_least
@@ -126,7 +126,8 @@ class LexiconTask(TranslationTask):
         if n < 1:
             raise ValueError(f"{n} prompts: ask for at least 1")
         m, count = self.x_len, self.n_examples + 1
-        check_size(n * count * m * 2, f"{n:,} prompts of {self.n_examples:,} examples")
+        length = length_of(self.style, m, 1, self.n_examples, bos=False)
+        check_size(n * length, n * m, f"{n:,} prompts of {self.n_examples:,} examples", references=True)
         check_tokenizer(tokenizer)
         lexicon = self.pairs_of(tokenizer)
         ids = look_up(tokenizer, [*lexicon], [*lexicon.values()], self.colon, self.separator, "", spaced=False)

@@ -55,7 +55,7 @@ class RepeatedTokensTask(Task):
         if n < 1:
             raise ValueError(f"{n} prompts: ask for at least 1")
         count = n * max(self.length * self.repeats, 16)
-        check_size(count, f"{n:,} prompts of {self.length} tokens, {self.repeats} times,")
+        check_size(count, count, f"{n:,} prompts of {self.length} tokens, {self.repeats} times,")
         check_tokenizer(tokenizer)
         known: Any = tokenizer
         plain = isinstance(known, int)

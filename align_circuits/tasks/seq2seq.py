@@ -18,7 +18,7 @@ from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption, corrupt_seq2seq
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
 from align_circuits.tasks.labels import LATENT, prompts_of
-from align_circuits.tasks.layout import Style, layout_of
+from align_circuits.tasks.layout import Style, layout_of, length_of
 from align_circuits.tasks.references import reference_accuracies
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.task import TOKEN_ROLES, Task, check_choices, check_least
@@ -176,8 +176,13 @@ class Seq2SeqTask(TranslationTask):
         """
         if n < 1:
             raise ValueError(f"{n} prompts: ask for at least 1")
-        length = (self.n_examples + 1) * self.x_len * (1 + self.phrase_len)
-        check_size(n * length, f"{n:,} prompts of {self.n_examples:,} examples")
+        length = length_of(self.style, self.x_len, self.phrase_len, self.n_examples, bos=False)
+        check_size(
+            n * length,
+            n * self.x_len * self.phrase_len,
+            f"{n:,} prompts of {self.n_examples:,} examples",
+            references=True,
+        )
         marker = MARKER if self.style == "marked" else ""
         ids = look_up(tokenizer, self.alphabet, self.letters, self.colon, self.separator, marker, self.spaced)
         bos = self.bos and ids.bos is not None

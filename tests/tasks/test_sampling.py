@@ -1,22 +1,48 @@
 """Seq2SeqTask.sample: layout, tokens in every tokenizer, seeds, relations, errors."""
 
 import itertools
+import sys
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
+from forked import peak_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
+from align_circuits.checks import size_of
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.prompts.prompts import Prompts, TokenKind
-from align_circuits.tasks.layout import layout_of
+from align_circuits.tasks.layout import layout_of, length_of
+from align_circuits.tasks.lexicon import LexiconTask
+from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.seq2seq import CHUNK, Seq2SeqTask
 from align_circuits.tasks.token_ids import check_text, look_up
 
 TOKENIZER = bundled()
 STYLES = ("standard", "pre-aligned", "marked")
+
+
+SIZED = [
+    Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2),
+    Seq2SeqTask(),
+    Seq2SeqTask(x_len=2, phrase_len=3, n_examples=100),
+    LexiconTask(),
+    RepeatedTokensTask(length=4),
+    RepeatedTokensTask(length=20, repeats=10),
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory where Linux keeps it")
+@pytest.mark.parametrize("task", SIZED, ids=repr)
+def test_the_memory_of_prompts_is_estimated_within_thirty_percent(task, llama_tokenizer):
+    tokenizer = llama_tokenizer if isinstance(task, LexiconTask) else TOKENIZER
+    few = task.sample(2, tokenizer)
+    n = 2**18 // few.tokens.shape[1]
+    tokens, targets = (n * count // 2 for count in (few.tokens.numel(), len(few.targets)))
+    estimate = size_of(tokens, targets, references="oracle" in few.targets)
+    assert estimate == pytest.approx(peak_of(task.sample, n, tokenizer), rel=0.3)
 
 
 @st.composite
@@ -36,6 +62,12 @@ def tasks(draw):
         bos=draw(st.booleans()),
         task_seed=draw(st.integers(0, 99)),
     )
+
+
+@given(tasks())
+def test_the_length_of_a_prompt_is_that_of_its_layout(task):
+    places = (task.style, task.x_len, task.phrase_len, task.n_examples, task.bos)
+    assert length_of(*places) == len(layout_of(*places).token_kinds)
 
 
 def read(prompts: Prompts, index: int) -> list[tuple[list[str], list[str], list[str]]]:

@@ -17,7 +17,7 @@ from align_circuits.models.planted.edges import used_edges
 from align_circuits.models.planted.head_builder import HeadSpec, ReLUUnits, Subspaces
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig, check_fits
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.tasks.layout import layout_of
+from align_circuits.tasks.layout import length_of
 from align_circuits.tasks.seq2seq import MARKER, Seq2SeqTask
 from align_circuits.tasks.token_ids import look_up
 
@@ -233,7 +233,8 @@ def planted_circuit(
         heads[head] = (kind, spec)
     d_head = max(spec.width for _, spec in heads.values()) * (n_heads // (n_key_value_heads or n_heads))
     d_mlp = max(sum(len(group.bias) for group in groups) for groups in units.values())
-    model = PlantedModel(replace(least, d_head=d_head, d_mlp=d_mlp), tokenizer)
+    check_fits(whole := replace(least, d_head=d_head, d_mlp=d_mlp))
+    model = PlantedModel(whole, tokenizer)
     with torch.no_grad():
         model.W_E.copy_(circuit.embeddings(task, stream, token_ids, len(tokenizer)))
         model.W_pos.copy_(circuit.positions(stream, n_ctx, bos))
@@ -407,7 +408,7 @@ def _check(
         raise ValueError(f"style is {task.style!r}: a circuit is planted for the standard style only")
     if task.phrase_len > 3:
         raise ValueError(f"phrase_len is {task.phrase_len}: the circuit remembers two letters, so give 1 to 3")
-    length = len(layout_of("standard", task.x_len, task.phrase_len, task.n_examples, bos).token_kinds)
+    length = length_of("standard", task.x_len, task.phrase_len, task.n_examples, bos)
     if length > n_ctx:
         raise ValueError(
             f"prompts of this task have {length} tokens, but n_ctx is {n_ctx}: give n_ctx={length}, or a smaller "

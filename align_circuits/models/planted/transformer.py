@@ -42,13 +42,17 @@ class HandBuiltConfig:
     dtype: torch.dtype = torch.float32
 
 
-def check_fits(cfg: HandBuiltConfig) -> None:
-    """Raises a ValueError if the weights of a model of this shape are more than this machine's memory."""
+def size_of(cfg: HandBuiltConfig) -> int:
+    """Returns how many bytes the weights of a model of this shape take, but for its biases."""
     key_heads = cfg.n_key_value_heads or cfg.n_heads
     layer = 2 * cfg.d_model * (cfg.d_head * (cfg.n_heads + key_heads) + cfg.d_mlp)
     rows = 2 * cfg.d_vocab + cfg.n_ctx
-    needed = (cfg.n_layers * layer + rows * cfg.d_model) * cfg.dtype.itemsize
-    if needed > memory_of_machine():
+    return (cfg.n_layers * layer + rows * cfg.d_model) * cfg.dtype.itemsize
+
+
+def check_fits(cfg: HandBuiltConfig) -> None:
+    """Raises a ValueError if the weights of a model of this shape are more than this machine's memory."""
+    if (needed := size_of(cfg)) > memory_of_machine():
         raise ValueError(
             f"a model of {cfg.n_layers:,} layers of {cfg.n_heads:,} heads, {cfg.d_model:,} wide, for prompts of "
             f"{cfg.n_ctx:,} tokens takes {readable_size(needed)} of memory, but this machine has "
