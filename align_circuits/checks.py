@@ -72,7 +72,7 @@ def checked(function: T) -> T:
             if isinstance(value, np.generic):  # a number from an array or a table
                 given.arguments[name] = value.item()
             if name in hints and known.parameters[name].kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-                _check(_name(function), name, given.arguments[name], hints[name])
+                check_argument(_name(function), name, given.arguments[name], hints[name])
         return function(*given.args, **given.kwargs)
 
     return wrapper  # pyright: ignore[reportReturnType]
@@ -85,7 +85,8 @@ def _annotations(function: Callable[..., Any]) -> tuple[Any, dict[str, Any]]:
     return signature(function), {name: hint for name, hint in hints.items() if name != "return" and hint is not Any}
 
 
-def _check(function: str, name: str, value: Any, hint: Any) -> None:
+def check_argument(function: str, name: str, value: Any, hint: Any) -> None:
+    """Raises a WrongArgument unless a value, such as an argument of a function, is of a type."""
     kinds = _alternatives(hint)
     if any(_fits(value, kind) for kind in kinds):
         return

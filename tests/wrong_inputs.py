@@ -352,7 +352,7 @@ class _TooLong(BaseException):
 
 def outcome_of(name: str, argument: str, value: Any, call: Callable[[], Any]) -> Outcome:
     """Runs a call and says how it ended."""
-    shown = (type(value).__name__ + " " + repr(value).replace("\n", " "))[:60]
+    shown = (type(value).__name__ + " " + ascii(value).replace("\n", " "))[:60]
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
@@ -372,7 +372,7 @@ def outcome_of(name: str, argument: str, value: Any, call: Callable[[], Any]) ->
             function = call.__defaults__[0]  # of `wrong_calls`
             door = place == _file_of(function) or "check" in last.tb_frame.f_code.co_name
             kind = "refused" if ours and meant and raised and (named or door) else "depths"
-            message = f"{type(error).__name__}: {error} ({place.name}:{last.tb_lineno})"
+            message = f"{type(error).__name__}: {ascii(str(error))[1:-1]} ({place.name}:{last.tb_lineno})"
             return Outcome(name, argument, shown, kind, message.replace("\n", " ")[:600])
     return Outcome(name, argument, shown, "accepted")
 

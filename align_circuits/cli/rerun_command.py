@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import tyro
 
+from align_circuits.checks import check_argument
 from align_circuits.cli.entry import VERBS, verb_class
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb
@@ -64,4 +65,12 @@ class Rerun(Verb):
                 f"{str(self.run)!r} was written by {name!r} or from Python, without the settings to repeat it: give a "
                 "folder that another verb of align-circuits wrote"
             )
-        return repeated.from_settings(settings, folder)
+        try:
+            verb = repeated.from_settings(settings, folder)
+            for option, kind in get_type_hints(repeated).items():
+                check_argument(name, option, getattr(verb, option), kind)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"the settings in {str(self.run / 'provenance.json')!r} cannot be used ({error}): give the verb anew"
+            ) from error
+        return verb

@@ -215,7 +215,7 @@ class _Alignments(_Test):
         _, candidates = self.relation.expand(rows)
         labels = self.relation.key_label[self.relation.prompt[rows]]
         hits = [hit_rate(pattern, candidates & (labels == place), candidates) for place in range(self.places)]
-        self.hits[layer, rows] = torch.stack(hits, -1)
+        self.hits[layer, rows] = torch.stack(hits, -1).float()  # models may be float64
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
         # How often a head attends to a place at a phrase decides its score under every alignment: the mean over

@@ -2,10 +2,12 @@
 
 import glob
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 UNIQUE = "[0-9a-f]" * 8
@@ -47,6 +49,28 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_object(path: Path, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
+    """Returns the JSON object in a file that the package wrote.
+
+    Args:
+        path: The file.
+        **kinds: The types of entries that it must have.
+
+    Raises:
+        ValueError: It is truncated, or another file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is broken ({error}): remove it, and give the same command again") from error
+    wrong = [
+        name for name, kind in kinds.items() if not isinstance(found, dict) or not isinstance(found.get(name), kind)
+    ]
+    if wrong:
+        raise ValueError(f"{str(path)!r} is broken (no {wrong[0]}): remove it, and give the same command again")
+    return found
 
 
 def remove_partial(path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from align_circuits.jobs.executors import ProcessExecutor, why_lost
-from align_circuits.jobs.files import remove_partial, replacing
+from align_circuits.jobs.files import read_object, remove_partial, replacing
 from align_circuits.jobs.locks import claimed, is_claimed, shared_folder, until_done, written_once
 
 Attempts = Iterator[tuple[Path, str | None]]
@@ -75,7 +75,7 @@ class JobFailure:
         """The job and the last line of its error."""
         name = self.job.function.rpartition(":")[2]
         settings = ", ".join(f"{key}={value!r}" for key, value in {**self.job.config, **self.job.seeded}.items())
-        return f"{name}({settings[:120]}): {self.error.strip().splitlines()[-1][:200]}"
+        return f"{name}({settings[:120]}): {(self.error.strip().splitlines() or [''])[-1][:200]}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,27 +208,42 @@ def collect_rows(folder: str | Path) -> pd.DataFrame:
     Raises:
         ValueError: No run has begun there.
     """
-    jobs = {Path(folder) / name: Job(**job) for plan in _plans(folder) for name, job in plan["jobs"].items()}
+    jobs = {path: job for plan in _plans(folder) for path, job in _jobs_of(Path(folder), plan).items()}
     return pd.DataFrame([row for path, job in jobs.items() for row in _with_config(job, _rows(path))])
 
 
 def _plans(folder: str | Path) -> list[dict[str, Any]]:
     """What `write_plan` wrote, the latest first."""
-    plans = [json.loads(plan.read_text(encoding="utf-8")) for plan in Path(folder).glob(".plan-*.json")]
+    plans = [read_object(plan, jobs=dict, started=(int, float)) for plan in Path(folder).glob(".plan-*.json")]
     if not plans:
         raise ValueError(f"{str(folder)!r} holds no run of jobs: give the folder of a run that has begun")
     return sorted(plans, key=lambda plan: -plan["started"])
 
 
+def _jobs_of(folder: Path, plan: Mapping[str, Any]) -> dict[Path, Job]:
+    """The jobs of a plan, by the files of their results.
+
+    Raises:
+        ValueError: The plan was edited, such that a job is none.
+    """
+    try:
+        return {folder / name: Job(**job) for name, job in plan["jobs"].items()}
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a plan in {str(folder)!r} lists what is no job ({error}): remove .plan-*.json there, and give the same "
+            "command again"
+        ) from error
+
+
 def _progress(folder: Path, plan: Mapping[str, Any]) -> Progress:
-    jobs = {folder / name: Job(**job) for name, job in plan["jobs"].items()}
+    jobs = _jobs_of(folder, plan)
     failed = {
         path: JobFailure(job, error.read_text(encoding="utf-8"))
         for path, job in jobs.items()
         if (error := path.with_suffix(".error")).exists()
     }
     what = ", ".join(dict.fromkeys(job.function.partition(":")[2] for job in jobs.values()))
-    return progress_of(what, plan["started"], jobs, failed)
+    return progress_of(what, float(plan["started"]), jobs, failed)
 
 
 def progress_of(what: str, started: float, paths: Collection[Path], failed: Mapping[Path, JobFailure]) -> Progress:
@@ -261,12 +276,12 @@ def _remove_earlier(folder: Path, versions: Mapping[str, str]) -> None:
                     path.unlink(missing_ok=True)
                     gone.add(path.name)
     for plan in folder.glob(".plan-*.json") if gone else ():
-        if gone & json.loads(plan.read_text(encoding="utf-8"))["jobs"].keys():
+        if gone & read_object(plan, jobs=dict)["jobs"].keys():
             plan.unlink(missing_ok=True)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return read_object(path, rows=list)["rows"] if path.exists() else []
 
 
 def _with_config(job: Job, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

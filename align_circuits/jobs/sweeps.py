@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from align_circuits.jobs.files import read_object
 from align_circuits.jobs.jobs import Progress, progress_of, write_plan
 from align_circuits.jobs.locks import shared_folder, until_done, written_once
 
@@ -78,10 +79,14 @@ def read_sweeps(folder: str | Path) -> list[Progress]:
     Args:
         folder: As of `SweepParts`.
     """
-    plans = [(plan.parent, json.loads(plan.read_text(encoding="utf-8"))) for plan in Path(folder).glob(f"*/{_PLAN}")]
+    plans = [
+        (plan.parent, read_object(plan, parts=list, started=(int, float))) for plan in Path(folder).glob(f"*/{_PLAN}")
+    ]
     found = [
         # Sweeps of 0.2.0 before its release have not written what they measure.
-        progress_of(plan.get("what", "sweep"), plan["started"], [sweep / name for name in plan["parts"]], {})
+        progress_of(
+            str(plan.get("what", "sweep")), float(plan["started"]), [sweep / str(name) for name in plan["parts"]], {}
+        )
         for sweep, plan in plans
     ]
     return sorted(found, key=lambda progress: -progress.started)

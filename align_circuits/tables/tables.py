@@ -65,8 +65,12 @@ class Provenance:
             ValueError: Another text.
         """
         try:
-            return cls(**json.loads(text))
-        except (TypeError, json.JSONDecodeError) as error:
+            given = json.loads(text)
+            for name, value in given.items():
+                if not isinstance(value, str if name in ("verb", "engine") else dict):
+                    raise TypeError(f"{name} is {value!r}")
+            return cls(**given)
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"no provenance of a table ({error}): give what Table.save wrote") from error
 
 
@@ -424,17 +428,24 @@ class Table:
             raise ValueError(
                 f"no table in {str(folder)!r}: {' and '.join(missing)} missing; give a folder that Table.save wrote"
             )
-        provenance = Provenance.from_json((folder / "provenance.json").read_text(encoding="utf-8"))
+        try:
+            provenance = Provenance.from_json((folder / "provenance.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{str(folder / 'provenance.json')!r}: {error}") from error
         try:
             table = cls(pd.read_csv(path), provenance)
-        except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
-            raise ValueError(f"{str(path)!r} is no table ({error})") from error
+            table.frame[list(VALUES)].astype(float)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(f"{str(path)!r} is no table ({error}): give what Table.save wrote") from error
         if not (folder / PER_PROMPT).is_file():
             return table
         try:
             kept = load_file(folder / PER_PROMPT)
             values, weights = (kept[name].astype(np.float64) for name in ("values", "weights"))
-        except (SafetensorError, KeyError) as error:
+            if values.ndim != 2:
+                raise ValueError(f"shape {values.shape}")
+            weights = np.broadcast_to(weights, values.shape).copy()
+        except (SafetensorError, KeyError, ValueError) as error:
             raise ValueError(
                 f"{str(folder / PER_PROMPT)!r} holds no per-prompt values ({error}): delete it to read the table alone"
             ) from error
@@ -443,7 +454,7 @@ class Table:
                 f"the rows differ: {len(table)} in {path.name}, {len(values)} in {PER_PROMPT}; if the table was edited "
                 f"by hand, delete {PER_PROMPT} to read it without per-prompt values"
             )
-        return replace(table, values=values, weights=np.broadcast_to(weights, values.shape).copy())
+        return replace(table, values=values, weights=weights)
 
     def _parts(self) -> tuple["Table", tuple[str, ...]]:
         """The rows of the smallest parts of the model that the table is about, and the keys that name one."""

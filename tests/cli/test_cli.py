@@ -2,13 +2,14 @@
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from legs import slow_but
+from measured import table_of
 from plotly.offline import get_plotlyjs
 
 import align_circuits as ac
@@ -16,7 +17,7 @@ from align_circuits.cli import main
 from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
 from align_circuits.cli.verb import PromptVerb
 from align_circuits.report.page import MAX_BYTES, packed
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.tuning import TuneConfig
 
 SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
@@ -56,6 +57,17 @@ def test_rerun_says_whether_the_numbers_are_the_same(tmp_path, capsys):
     (tmp_path / "first" / "values.safetensors").unlink()
     status, printed = again()
     assert status == 2 and "the rows differ" in printed
+
+
+@pytest.mark.parametrize(
+    "edits", [{"n": "many"}, {"task": 3}, {"task": {"x_len": "a"}}, {"task": {"nonesuch": 1}}, {"model": None}]
+)
+def test_settings_that_were_edited_are_refused_with_the_name_of_their_file(tmp_path, capsys, edits):
+    table = table_of([{"level": "model", "metric": "prob", "value": 1.0}])
+    settings = {"model": "planted"} | edits
+    replace(table, provenance=Provenance("score", settings)).save(tmp_path)
+    assert main(["rerun", str(tmp_path), "--out", str(tmp_path / "again")]) == 2
+    assert "provenance.json' cannot be used (" in capsys.readouterr().err
 
 
 def test_evaluate_writes_accuracies(tmp_path, capsys):

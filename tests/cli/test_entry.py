@@ -89,7 +89,7 @@ ESCAPED = r"boom \x1b[31mRED\x1b]0;owned\x07 \x9b2J \u202egnp\r"
 
 
 def test_control_characters_are_printed_escaped(tmp_path, capsys):
-    plan = {"started": 0.0, "jobs": {"a.json": {"function": "m:f", "config": {}, "seed": 0}}}
+    plan = {"started": 0, "jobs": {"a.json": {"function": "m:f", "config": {}, "seed": 0}}}
     (tmp_path / ".plan-0000000000000000.json").write_text(json.dumps(plan))
     (tmp_path / "a.error").write_text(SPITEFUL)
     assert main(["status", str(tmp_path)]) == 0

@@ -24,6 +24,9 @@ TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2, alignment="permutatio
 NAMES = ("align_query", "align_key", "previous", "lookup", "induction", "duplicate")
 
 
+FLOATS = (torch.float32, torch.float64)
+
+
 @pytest.fixture(scope="module")
 def prompts(char_tokenizer) -> Prompts:
     return TASK.sample(5, char_tokenizer, seed=0)
@@ -307,6 +310,13 @@ def test_a_head_that_prefers_some_tokens_is_no_lookup_head(attending, char_token
         return row
 
     assert p_values(attending(attention), prompts, ["lookup"])["lookup"].min() > 0.02
+
+
+def test_models_in_float64_have_the_same_p_values(random_hf_model, char_tokenizer, prompts):
+    models = [ac.load(random_hf_model("llama").to(dtype), tokenizer=char_tokenizer) for dtype in FLOATS]
+    narrow, wide = (p_values(model, prompts, NAMES) for model in models)
+    for name in NAMES:
+        np.testing.assert_allclose(narrow[name], wide[name], atol=1e-3)
 
 
 def test_reordered_prompts_are_tested_alike(model, prompts):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from forked import FORK
+from refusals import refused
 
 from align_circuits.jobs import locks
 from align_circuits.jobs.executors import ProcessExecutor
@@ -148,6 +150,16 @@ def test_a_cell_that_succeeds_later_loses_its_error(code, tmp_path, monkeypatch)
     monkeypatch.setenv("READY", "1")
     assert run([job], tmp_path / "results").frame["y"].tolist() == [1]
     assert [path.suffix for path in (tmp_path / "results").glob("[!.]*")] == [".json"]
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda text: text[:20], lambda _: "[]", lambda _: '{"rows": 1}', lambda _: "[" * 10**5]
+)
+def test_a_broken_file_is_named_with_the_remedy(code, tmp_path, spoil):
+    run(jobs_of(code, 1), tmp_path / "out")
+    for file in (next((tmp_path / "out").glob("*.json")), next((tmp_path / "out").glob(".plan-*.json"))):
+        file.write_text(spoil(file.read_text()))
+        refused(rf"{re.escape(file.name)}' is broken \(.*\): remove it, and give", collect_rows, tmp_path / "out")
 
 
 def run_in_a_process(path, jobs, folder, processes):

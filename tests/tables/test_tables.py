@@ -383,7 +383,11 @@ def test_a_compressed_table_replaces_one_that_is_not(tmp_path):
     [
         ('{"a": 1}', "value,low,high,n\n", "no provenance of a table"),
         ("{", "value,low,high,n\n", "no provenance of a table"),
+        ("[" * 10**5, "value,low,high,n\n", "no provenance of a table"),
+        ('{"verb": 3}', "value,low,high,n\n", r"provenance\.json': no provenance of a table \(verb is 3\)"),
+        ('{"verb": "score", "settings": []}', "value,low,high,n\n", r"provenance\.json': .*settings is \[\]"),
         ('{"verb": "score"}', "", r"table\.csv' is no table"),
+        ('{"verb": "score"}', "value,low,high,n\nx,0,1,1\n", r"table\.csv' is no table"),
     ],
 )
 def test_load_from_files_of_others(tmp_path, provenance, frame, message):

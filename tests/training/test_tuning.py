@@ -383,6 +383,9 @@ def test_an_unknown_choice_is_refused_with_the_known_ones(name, known):
         (FIXED, {"dataset_size": 3}, "a finite dataset of 3 examples, but 4"),
         (FIXED, {"method": "standard", "dataset_size": 8, "batch": 16}, "a finite dataset of 8 examples, but 16"),
         (TASK, {"layers": 3}, "layers 0 to 2"),
+        (TASK, {"r": 10**12}, r"r=1,000,000,000,000: the matrices to adapt have at most \d+ rows or columns"),
+        (TASK, {"batch": 10**9}, "tokens, some .* GB: give fewer"),
+        (TASK, {"probe_prompts": 10**9}, "tokens, some .* GB: give fewer"),
         (replace(TASK, n_examples=30), {}, "context is 64"),
     ],
 )
