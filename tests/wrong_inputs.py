@@ -368,7 +368,11 @@ def outcome_of(name: str, argument: str, value: Any, call: Callable[[], Any]) ->
             ours = place.is_relative_to(PACKAGE) or place.is_relative_to(HOOKS)
             meant = isinstance(error, ValueError | TypeError | LookupError | ImportError)
             raised = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
-            named = argument.removesuffix("s") in str(error) or str(value)[:40] in str(error)
+            told = str(error.args[0] if error.args else error)
+            parts = (f"{name}=" for name in getattr(value, "__dataclass_fields__", ()))
+            named = any(
+                part in told for part in (argument.removesuffix("s"), str(value)[:40], repr(value)[:40], *parts)
+            )
             function = call.__defaults__[0]  # of `wrong_calls`
             door = place == _file_of(function) or "check" in last.tb_frame.f_code.co_name
             kind = "refused" if ours and meant and raised and (named or door) else "depths"

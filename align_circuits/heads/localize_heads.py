@@ -29,6 +29,9 @@ from align_circuits.run.pairs import Pair
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task, first_half
 from align_circuits.tasks.task import Task
 
+MOST_CONTROLS = 10_000
+"""More control sets would be drawn, and run, for days."""
+
 
 @checked
 @leaves_as_found
@@ -95,8 +98,11 @@ def localize(
         n = len(task.prompts) if isinstance(task, OwnPrompts) else 64
     if n < 8:
         raise ValueError(f"n={n}: give at least 8 prompts, half to choose candidates and half to test them")
-    if n_controls < 0:
-        raise ValueError(f"n_controls={n_controls}: give the number of sets of random heads to ablate, 0 for none")
+    if not 0 <= n_controls <= MOST_CONTROLS:
+        raise ValueError(
+            f"n_controls={n_controls}: give the number of sets of random heads to ablate, 0 for none, at most "
+            f"{MOST_CONTROLS:,}"
+        )
     with shared_runs(model):
         tokenizer = getattr(model, "tokenizer", None)
         prompts = task.sample(n, tokenizer, seed=seed)

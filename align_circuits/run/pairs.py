@@ -60,6 +60,8 @@ class Pair:
                 f"direction={self.direction!r}: choose 'noise' (corrupted into clean) or 'denoise' (the reverse)"
             )
         check_pair(self.clean, self.corrupted)
+        if not len(self.clean):
+            raise ValueError("a pair of no prompts: give at least one clean prompt and its corrupted partner")
         if self.metric is not None or self.kind is not None:
             TargetMetrics.of(self.base, (self.metric or "log_prob",), self.kind or "all")
 

@@ -96,6 +96,8 @@ class Table:
     def __post_init__(self):
         if missing := [column for column in VALUES if column not in self.frame.columns]:
             raise ValueError(f"a table needs the columns {', '.join(VALUES)}; {', '.join(missing)} is missing")
+        if self.values is not None and len(self.values) != len(self.frame):
+            raise ValueError(f"{len(self.values)} rows of per-prompt values for a frame of {len(self.frame)}: cut both")
         object.__setattr__(self, "frame", _with_integer_keys(self.frame))
 
     @classmethod

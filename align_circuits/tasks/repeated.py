@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from align_circuits.checks import Tokenizer, check_size, checked
-from align_circuits.prompts.prompts import Prompts, TokenKind, next_token_targets, text_of, vocabulary_hash
+from align_circuits.prompts.prompts import MOST_IDS, Prompts, TokenKind, next_token_targets, text_of, vocabulary_hash
 from align_circuits.prompts.relations import IGNORE, duplicate_token, induction, previous_token
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.task import Task, check_least
@@ -59,6 +59,8 @@ class RepeatedTokensTask(Task):
         check_tokenizer(tokenizer)
         known: Any = tokenizer
         plain = isinstance(known, int)
+        if plain and known > MOST_IDS:
+            raise ValueError(f"tokenizer={known:,} is the size of no vocabulary: give at most {MOST_IDS:,}")
         # A size stands for all ids below it, which need no list: some sizes would not fit into memory.
         ids: Any = known if plain else np.setdiff1d(np.arange(len(known)), list(known.all_special_ids))
         if (size := known if plain else len(ids)) < self.length:
