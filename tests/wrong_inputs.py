@@ -245,7 +245,7 @@ class World:
         if isinstance(valid, float):
             return [0.0, -0.0, -1.0, 1e300, 1e-300, math.nan, math.inf, -math.inf]
         if isinstance(valid, str):
-            return ["", " ", "a" * 10**5, "\ud800", "\x00", "\x1b[2J", valid.upper(), valid + " ", valid[:-1], "L9H9"]
+            return ["", " ", "a" * 300, "\ud800", "\x00", "\x1b[2J", valid.upper(), valid + " ", valid[:-1], "L9H9"]
         if isinstance(valid, torch.Tensor):
             parts = [
                 valid[:0],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from align_circuits.cli.folders import results_folder
-from align_circuits.jobs.printable import printable
+from align_circuits.jobs.control_characters import printable
 
 PROGRAM = "align-circuits"
 

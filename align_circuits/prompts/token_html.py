@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from align_circuits.jobs.printable import printable
+from align_circuits.jobs.control_characters import printable
 
 GROUP_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 """Okabe and Ito (2008): distinct for colour-blind readers."""

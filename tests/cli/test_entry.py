@@ -14,7 +14,7 @@ import align_circuits as ac
 from align_circuits.cli import main
 from align_circuits.cli.entry import PROGRESS, VERBS, Output, warnings_as_lines
 from align_circuits.cli.help_texts import parser_help
-from align_circuits.jobs.printable import printable
+from align_circuits.jobs.control_characters import printable
 
 PROGRAM = "import sys; from align_circuits.cli import main; status = main(); "
 

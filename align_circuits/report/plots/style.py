@@ -8,7 +8,7 @@ from typing import Any, Literal
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from align_circuits.jobs.printable import printable
+from align_circuits.jobs.control_characters import printable
 
 SEQUENTIAL = "Cividis"
 """The scale for values in [0, 1]; made for colour-blind readers (Nuñez et al., 2018)."""
