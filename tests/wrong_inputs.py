@@ -82,7 +82,7 @@ class World:
                 ac.load(LlamaForCausalLM(config).double(), tokenizer=tokenizer),
                 ac.load(LlamaForCausalLM(config).bfloat16(), tokenizer=tokenizer),
                 ac.load(LlamaForCausalLM(config)),
-                *made(partial(ac.load, tokenizer=tokenizer), narrow, LlamaForCausalLM(config).to("meta")),
+                *made(partial(ac.load, tokenizer=tokenizer), narrow, LlamaForCausalLM(config).to(device="meta")),
             ]
         self.tokenizer = tokenizer
         words = WordLevel({letter: place for place, letter in enumerate("[]:abcd")}, unk_token="[")
@@ -350,7 +350,7 @@ class _TooLong(BaseException):
     pass
 
 
-def outcome_of(name: str, argument: str, value: Any, call: Callable[[], Any]) -> Outcome:
+def outcome_of(name: str, argument: str, value: Any, call: Any) -> Outcome:
     """Runs a call and says how it ended."""
     shown = (type(value).__name__ + " " + ascii(value).replace("\n", " "))[:60]
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):

@@ -112,7 +112,7 @@ def with_adapter(
             f"a {type(model).__name__} has no {missing[0]}_proj: only decoders with separate projections can be tuned, "
             "such as Llama, Qwen2, Qwen3 and Mistral"
         )
-    adapted = [module for name, module in model.named_modules() if name.rpartition(".")[2][:-5] in names]
+    adapted: list[Any] = [module for name, module in model.named_modules() if name.rpartition(".")[2][:-5] in names]
     largest = max(max(module.in_features, module.out_features) for module in adapted)
     if r > largest:
         raise ValueError(
