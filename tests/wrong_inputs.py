@@ -82,7 +82,9 @@ class World:
                 ac.load(LlamaForCausalLM(config).double(), tokenizer=tokenizer),
                 ac.load(LlamaForCausalLM(config).bfloat16(), tokenizer=tokenizer),
                 ac.load(LlamaForCausalLM(config)),
-                *made(partial(ac.load, tokenizer=tokenizer), narrow, LlamaForCausalLM(config).to(device="meta")),
+                *made(
+                    partial(ac.load, tokenizer=tokenizer), narrow, torch.nn.Module.to(LlamaForCausalLM(config), "meta")
+                ),
             ]
         self.tokenizer = tokenizer
         words = WordLevel({letter: place for place, letter in enumerate("[]:abcd")}, unk_token="[")
