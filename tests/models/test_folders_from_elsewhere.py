@@ -215,7 +215,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     },
     "attention heads": (
         lambda folder: change(folder / "config.json", num_attention_heads=10**8),
-        "takes .* GB of memory",
+        "not a multiple of the number of attention heads",
     ),
     "experts": (
         lambda folder: change(folder / "config.json", model_type="mixtral", num_local_experts=10**8),
