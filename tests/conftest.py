@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 
 collect_ignore = ["mutants.py", "soak"]  # programs of their own, with packages that the tests do not need
@@ -162,6 +163,12 @@ def random_hf_model():
             return model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def llama(random_hf_model, char_tokenizer):
+    """A random grouped-query Llama that reads the bundled vocabulary."""
+    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What editing heads or layers changes, from TransformerLens's hooks and loops over targets."""
+"""What editing heads or layers changes, from TransformerLens's hooks and loops over targets; tables as dictionaries."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from align_circuits.hooks.names import name_of
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.tables.tables import Table
 
 
 def measured(prompts: Prompts, logits: Tensor) -> dict[tuple[str, str], list[float]]:
@@ -42,3 +43,15 @@ def changes(
                 for key, after in measured(prompts, logits).items():
                     found[layer, head, *key] = float(np.mean(np.subtract(after, before[key])))
     return found
+
+
+def z_of(model: Any, prompts: Prompts) -> list[Tensor]:
+    """z [prompt pos head d_head] of each layer."""
+    with torch.no_grad():
+        _, cache = model.run_with_cache(prompts.tokens)
+    return [cache["z", layer] for layer in range(2)]
+
+
+def by_edge(table: Table) -> dict[tuple[str, str], float]:
+    frame: Any = table.frame
+    return frame.set_index(["sender", "receiver"])["value"].to_dict()

@@ -53,7 +53,7 @@ class Twin:
     def outcome(
         self, frozen: dict[str, Callable[[Tensor], Tensor]], captured: dict[str, Tensor] | None = None
     ) -> Tensor:
-        """The gold tokens' log-probabilities; `captured` is filled before anything is frozen there."""
+        """A number for each target; `captured` is filled before anything is frozen there."""
 
         def hook_at(name: str) -> Any:
             def hook(x: Tensor, **_: Any) -> Tensor | None:
@@ -69,9 +69,11 @@ class Twin:
             logits = self.model.run_with_hooks(
                 self.run.tokens, fwd_hooks=[(name, hook_at(name)) for name in names], **self.inputs
             )
-        columns = (self.run.column(name) for name in ("prompt", "query_pos", "token"))
-        prompt, query, token = columns
-        return logits[prompt, query].log_softmax(-1).gather(1, token[:, None])[:, 0]
+        return self.numbers(logits[self.run.column("prompt"), self.run.column("query_pos")])
+
+    def numbers(self, logits: Tensor) -> Tensor:
+        """What the logits at the targets are measured by: their gold tokens' log-probabilities."""
+        return logits.log_softmax(-1).gather(1, self.run.column("token")[:, None])[:, 0]
 
     def moved(self, name: str, share: float, column: int | None = None) -> Tensor:
         """An activation, or one head of it, so far on the way to the other run."""

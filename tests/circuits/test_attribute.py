@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from effects_by_hand import by_edge
 from frozen import Twin, of_lengths
 
 import align_circuits as ac
@@ -52,11 +53,6 @@ def slope(effect: Any) -> float:
 def by_head(table: ac.Table) -> dict[tuple[str, int, int], float]:
     frame: Any = table.frame
     return frame.set_index(["site", "layer", "head"])["value"].to_dict()
-
-
-def by_edge(table: ac.Table) -> dict[tuple[str, str], float]:
-    frame: Any = table.frame
-    return frame.set_index(["sender", "receiver"])["value"].to_dict()
 
 
 def test_heads_equal_finite_differences(model, pair, noise):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from effects_by_hand import by_edge
 from frozen import Twin, of_lengths, unchecked
 from legs import slow_but
 from peft import LoraConfig, get_peft_model
@@ -47,16 +48,11 @@ def edges_of(graph: Graph) -> list[tuple[str, str]]:
     ]
 
 
-def values_of(table: ac.Table) -> dict[tuple[str, str], float]:
-    frame: Any = table.frame
-    return frame.set_index(["sender", "receiver"])["value"].to_dict()
-
-
 @pytest.mark.parametrize("name", slow_but(["llama", "gpt_neox"], ARCHITECTURES))
 def test_edges_equal_runs_with_everything_frozen(models, name, noise, clean, corrupted):
     model, graph = models[name], Graph.of(models[name].cfg)
     some = None if name == "llama" else edges_of(graph)[::6]
-    found = values_of(patch_edges(model, noise, edges=some))
+    found = by_edge(patch_edges(model, noise, edges=some))
     twin = Twin(model, clean, corrupted)
     assert found == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in found}, abs=1e-5)
     assert set(found) == set(edges_of(graph) if some is None else some)
@@ -95,12 +91,12 @@ def test_paths_equal_runs_with_heads_frozen(models, name, noise, clean, corrupte
     model, senders = models[name], ["input", "L0H1", "M0"]
     shared = "KV" if name in ("llama", "qwen3") else "H"
     receivers = ["L1H0.q", f"L1{shared}1.k", f"L1{shared}0.v", "M1", "logits"]
-    found = values_of(patch_paths(model, noise, senders=senders, receivers=receivers))
+    found = by_edge(patch_paths(model, noise, senders=senders, receivers=receivers))
     twin = Twin(model, clean, corrupted)
     expected = {pair: twin.effect(*pair, freeze_mlps=False) for pair in found}
     assert found == pytest.approx(expected, abs=1e-5)
     assert len(found) == len(senders) * len(receivers)
-    direct = values_of(patch_edges(model, noise, edges=found))
+    direct = by_edge(patch_edges(model, noise, edges=found))
     if name != "gpt_neox":  # whose heads and MLP read side by side
         assert found["L0H1", "logits"] != pytest.approx(direct["L0H1", "logits"], abs=1e-3), "an MLP lies between"
     assert found["M0", "L1H0.q"] == pytest.approx(direct["M0", "L1H0.q"], abs=1e-5), "none lies between"
@@ -116,11 +112,11 @@ def test_on_padded_prompts_and_in_double_precision(random_hf_model, lengths):
     noise, batches = ac.Pair(run, other, direction="noise"), ac.RunOptions(batch_size=2)
     exact: Any = {"abs": 1e-10 if double else 1e-5}
     some = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L0H2", "L1KV0.k"), ("L1H1", "M1"), ("L0H0", "logits")]
-    edges = values_of(patch_edges(model, noise, edges=some, options=batches))
+    edges = by_edge(patch_edges(model, noise, edges=some, options=batches))
     twin = Twin(model, run, other)
     assert edges == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in edges}, **exact)
     receivers, senders = ["L1H3.q", "L1KV0.k", "L1KV1.v", "M1", "logits"], ["L0H0", "L0H3", "L1H0"]
-    paths = values_of(patch_paths(model, noise, senders=senders, receivers=receivers, options=batches))
+    paths = by_edge(patch_paths(model, noise, senders=senders, receivers=receivers, options=batches))
     expected = {pair: twin.effect(*pair, freeze_mlps=False) for pair in paths}
     assert paths == pytest.approx(expected, **exact)
     assert ("L1H0", "L1H3.q") not in paths and ("L1H0", "M1") in paths
@@ -132,12 +128,12 @@ def test_directions_engines_and_batches(models, clean, corrupted):
         table = verb(model, ac.Pair(clean, corrupted), **options)  # pyright: ignore[reportArgumentType]
         assert table.provenance.engine == "fast" and table.provenance.settings["direction"] == "denoise"
         twin = Twin(model, corrupted, clean)
-        for edge, value in values_of(table).items():
+        for edge, value in by_edge(table).items():
             assert value == pytest.approx(twin.effect(*edge, freeze_mlps=verb is patch_edges), abs=1e-5)
         others = [ac.RunOptions(engine="reference"), ac.RunOptions(batch_size=2)]
         for other in others:
             again = verb(model, ac.Pair(clean, corrupted), **options, options=other)  # pyright: ignore[reportArgumentType]
-            assert values_of(again) == pytest.approx(values_of(table), abs=1e-5)
+            assert by_edge(again) == pytest.approx(by_edge(table), abs=1e-5)
 
 
 def test_refusals(models, random_hf_model, noise, clean, corrupted):

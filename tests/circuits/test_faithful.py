@@ -39,11 +39,6 @@ def noise(pair) -> ac.Pair:
     return ac.Pair(**pair, direction="noise")
 
 
-@pytest.fixture(scope="module")
-def llama(random_hf_model, char_tokenizer):
-    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-
-
 def test_ends_are_exact_and_the_rest_is_what_frozen_runs_say(llama, pair, noise):
     """With one edge patched, and with all of the embedding's edges patched, a run says what hooks by hand say."""
     scores = attribute_edges(llama, noise, method="eap")

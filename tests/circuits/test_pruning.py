@@ -21,11 +21,6 @@ def pair(char_tokenizer):
     return ac.Pair(clean, TASK.corrupt(clean, "query", seed=1), direction="noise")
 
 
-@pytest.fixture(scope="module")
-def llama(random_hf_model, char_tokenizer):
-    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-
-
 def pruned_one_by_one(model: Any, pair: ac.Pair, cut: float) -> dict[tuple[str, str], float]:
     """Algorithm 1 of Conmy et al.: a run for each edge, those into parts without a way on included."""
     residual_edges = residual_edges_of(model, pair.clean)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import direct, logit_diff, next_token, patched
+from effects_by_hand import by_edge
 from scipy.stats import spearmanr
 from torch import Tensor
 
@@ -92,11 +93,6 @@ def test_subject_verb_agreement_by_hand(study, small):
     assert max(map(abs, found.values())) > 1e-2
     for head, value in list(found.items())[::4]:
         assert value == pytest.approx(patched(small, swapped, texts, metrics, head, only_end=True), abs=1e-5)
-
-
-def by_edge(table: ac.Table) -> dict[tuple[str, str], float]:
-    frame: Any = table.frame
-    return frame.set_index(["sender", "receiver"])["value"].to_dict()
 
 
 class PlainLlama:

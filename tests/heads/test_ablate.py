@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from effects_by_hand import changes
+from effects_by_hand import changes, z_of
 from torch import Tensor
 
 import align_circuits as ac
@@ -20,13 +20,6 @@ TASK = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
 @pytest.fixture(scope="module")
 def prompts(accepting) -> Prompts:
     return accepting(TASK, 3)
-
-
-def z_of(model: Any, prompts: Prompts) -> list[Tensor]:
-    """z [prompt pos head d_head] of each layer."""
-    with torch.no_grad():
-        _, cache = model.run_with_cache(prompts.tokens)
-    return [cache["z", layer] for layer in range(2)]
 
 
 def group_of(prompts: Prompts, by: Any = "kind") -> dict[tuple[int, int], Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from effects_by_hand import z_of
 from torch import Tensor
 
 import align_circuits as ac
@@ -117,12 +118,6 @@ def estimates_by_hand(model: Any, prompts: Prompts, replaced: list[Tensor], mask
             for kind in ("all", "first", "later"):
                 found[layer, head, kind] = effect[(kinds == kind) | (kind == "all")].mean()
     return found
-
-
-def z_of(model: Any, prompts: Prompts) -> list[Tensor]:
-    with torch.no_grad():
-        _, cache = model.run_with_cache(prompts.tokens)
-    return [cache["z", layer] for layer in range(2)]
 
 
 @pytest.mark.parametrize("how", ["zero", "mean", "resample"])

@@ -92,11 +92,6 @@ def test_senders_and_receivers_are_told_apart():
 
 
 @pytest.fixture(scope="module")
-def llama(random_hf_model, char_tokenizer):
-    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-
-
-@pytest.fixture(scope="module")
 def clean(char_tokenizer):
     return TASK.sample(3, char_tokenizer, seed=0)
 

@@ -90,19 +90,6 @@ class Measured(Twin):
         logits = self.model.run_with_hooks(prompts.tokens, fwd_hooks=list(hooks), **self.inputs)
         return logits[prompts.column("prompt"), prompts.column("query_pos")]
 
-    def outcome(self, frozen: Any, captured: Any = None) -> Tensor:
-        def hook_at(name: str) -> Any:
-            def hook(x: Tensor, hook: Any) -> Tensor | None:  # noqa: ARG001
-                if captured is not None and name in captured:
-                    captured[name] = x.clone()
-                return frozen[name](x) if name in frozen else None
-
-            return hook
-
-        names = [*frozen, *(name for name in captured or {} if name not in frozen)]
-        with torch.no_grad():
-            return self.numbers(self.at_targets(self.run, [(name, hook_at(name)) for name in names]))
-
     def numbers(self, logits: Tensor) -> Tensor:
         with torch.no_grad():
             reference = self.at_targets(self.clean)
