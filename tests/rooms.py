@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (2086, 1500),
     "align_circuits/papers": (10664, 8500),
     "hooks": (3514, 2600),
-    "tests": (28561, 20000),
+    "tests": (28531, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
