@@ -18,7 +18,7 @@ from align_circuits.cli.entry import PROGRAM, main, parse_verb
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, Verb
 from align_circuits.cli.workers import Workers
-from align_circuits.jobs.files import replacing
+from align_circuits.jobs.files import inside, replacing
 from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.report.page import Section
 from align_circuits.tables.tables import VALUES, Provenance, Table
@@ -50,7 +50,7 @@ class Each(Verb):
         count = self.workers.jobs
         jobs = [Job(f"{__name__}:run_once", run, None) for run in runs]
         with self.workers.executor(results.folder) as executor:
-            done = run_jobs(jobs, results.folder / "jobs", executor=executor, processes=count)
+            done = run_jobs(jobs, inside(results.folder, "jobs"), executor=executor, processes=count)
         if done.failures:
             first = done.failures[0]
             raise ValueError(
@@ -90,7 +90,7 @@ class Each(Verb):
             parts = [model or "", variant, f"seed-{seed}"]
             name = "_".join(part for part in (re.sub(r"[^\w.]+", "-", each).strip("-.") for each in parts) if part)
             run = {"command": list(self.command), "model": model, "variant": variant, "run_seed": seed}
-            yield {**run, "folder": str(folder / name)}
+            yield {**run, "folder": str(inside(folder, name))}
 
 
 def run_once(*, command: Sequence[str], model: str | None, variant: str, run_seed: int, folder: str) -> pd.DataFrame:

@@ -1,15 +1,16 @@
 """Folders for results: numbered by themselves, written whole, not overwritten by accident, gone if a run fails."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
 from align_circuits.jobs.files import check_name, writable_folder
 from align_circuits.jobs.folders import clear, finish_moves, replacing_in
-from align_circuits.jobs.locks import locked
+from align_circuits.jobs.locks import claimed, locked
 
 LATEST = "latest"
 """The link to the latest numbered folder of a verb."""
@@ -49,12 +50,14 @@ def results_folder(
         renews: The verb whose results may be replaced without `overwrite`.
 
     Raises:
-        ValueError: The folder cannot be written, or holds the results of an earlier run or files of others.
+        ValueError: The folder cannot be written, another run is writing to it, or it holds the results of an earlier
+            run or files of others.
     """
     if folder is not None:
-        going = _check(folder, overwrite=overwrite, renews=renews)
-        with replacing_in(folder, going) as new:
-            yield Results(new, folder)
+        with _alone_in(folder):
+            going = _check(folder, overwrite=overwrite, renews=renews)
+            with replacing_in(folder, going) as new:
+                yield Results(new, folder)
         return
     check_name(numbered_in)
     made = [path for path in (numbered_in, *numbered_in.parents) if not path.exists()]
@@ -69,6 +72,24 @@ def results_folder(
         yield Results(new, target)
     if target.is_dir():
         _link(numbered_in / LATEST, target.name)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Refuses a folder that another process is about to write its results to."""
+    check_name(folder)
+    folder = Path(os.path.realpath(folder))
+    made = [path for path in folder.parents if not path.exists()]
+    with ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        # Beside the folder, which comes into being by a rename; within it where its parent cannot be written.
+        for place in (folder, *([folder / "run"] if folder.is_dir() else [])):
+            with suppress(OSError):  # what cannot be written either is refused where the results would go
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if not stack.enter_context(claimed(place)):
+                    raise ValueError(f"another run is writing to {str(folder)!r}: wait for it, or give another --out")
+                break
+        yield
 
 
 def _check(folder: Path, *, overwrite: bool, renews: str | None) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from align_circuits.jobs.executors import connected
+from align_circuits.jobs.files import inside
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Workers:
             return nullcontext()
         return connected(
             self.on,
-            folder / "submitted",
+            inside(folder, "submitted"),
             partition=self.slurm_partition,
             gpus=self.slurm_gpus,
             minutes=self.slurm_minutes,

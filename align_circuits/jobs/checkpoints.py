@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from align_circuits.jobs.files import replacing, writable_folder
-from align_circuits.jobs.locks import locked
+from align_circuits.jobs.locks import locked, new_file
 
 NAME = "checkpoint.safetensors"
 
@@ -45,7 +45,7 @@ def run_folder(path: str | Path) -> Iterator[Path]:
     """
     folder = writable_folder(path)
     # Jobs that build on one pretrained model open its folder at the same time, each only to load the finished run.
-    with locked(folder / ".lock", make=Path.touch, seconds=PATIENCE_S) as mine:
+    with locked(folder / ".lock", make=new_file, seconds=PATIENCE_S) as mine:
         if not mine:
             raise ValueError(f"another process is training in {str(path)!r}: wait for it, or give another folder")
         for pattern in (".*.partial", ".tmp*"):  # what a killed process was writing: `replacing`, safetensors itself

@@ -19,7 +19,7 @@ import torch
 from pebble import ProcessExpired, ProcessPool
 
 from align_circuits.jobs.files import writable_folder
-from align_circuits.jobs.locks import locked
+from align_circuits.jobs.locks import locked, new_file
 
 MOST_IN_AN_ARRAY = 1000
 """Jobs that are submitted to Slurm at once: by default it takes no larger arrays (`MaxArraySize`)."""
@@ -84,7 +84,7 @@ def _take_place(places: str, processes: int) -> int:
     """Takes the first free place among the processes; the system frees it when this process ends, however it ends."""
     while True:
         for place in range(processes):
-            if _HELD.enter_context(locked(Path(places) / str(place), make=Path.touch, seconds=0.0)):
+            if _HELD.enter_context(locked(Path(places) / str(place), make=new_file, seconds=0.0)):
                 return place
         time.sleep(0.05)  # that of a process which is just ending
 

@@ -98,6 +98,20 @@ def writable_folder(path: str | Path) -> Path:
     return path
 
 
+def inside(folder: str | Path, name: str) -> Path:
+    """Returns the path of a file or folder in a folder.
+
+    Raises:
+        ValueError: It leads out of the folder: by a link, or by a name such as `"../a"` from a file of others.
+    """
+    path, home = Path(folder) / name, os.path.realpath(folder)
+    if not Path(os.path.realpath(path)).is_relative_to(home):
+        raise ValueError(
+            f"{str(path)!r} leads out of its folder, to {os.path.realpath(path)!r}: remove what leads there"
+        )
+    return path
+
+
 def unwritable(path: Path, error: OSError) -> ValueError:
     """Returns the error of a folder that cannot be written."""
     return ValueError(

@@ -72,7 +72,7 @@ def replacing_in(folder: str | Path, going: Collection[str] = ()) -> Iterator[Pa
 
 def finish_moves(folder: str | Path) -> None:
     """Goes on with moves into a folder that a kill cut off (`replacing_in`). Call it before reading the folder."""
-    for complete in Path(folder).glob(f".{UNIQUE}.complete"):
+    for complete in (path for path in Path(folder).glob(f".{UNIQUE}.complete") if not path.is_symlink()):
         with suppress(FileNotFoundError), locked(complete):  # suppressed: the process that wrote it was faster
             _finish(complete)
 
@@ -84,7 +84,7 @@ def clear(folder: Path) -> None:
     if folder.parent.is_dir():
         beside = folder.parent.glob(f".{glob.escape(short_name(folder.absolute().name))}.{UNIQUE}.partial")
         for abandoned in (*folder.glob(f".{UNIQUE}.partial"), *beside):
-            if abandoned.is_dir():
+            if abandoned.is_dir() and not abandoned.is_symlink():
                 _remove_unlocked(abandoned)
 
 
@@ -112,7 +112,7 @@ def _finish(complete: Path) -> None:
     names = [path.name for path in complete.iterdir() if path.name not in (_OLD, _GOING)]
     entering = sorted(names, key=lambda name: (MARKS.index(name) if name in MARKS else -1, name))
     going = (complete / _GOING).read_text(encoding="utf-8").splitlines() if names else []
-    for name in [*reversed(entering), *going]:
+    for name in [*reversed(entering), *(name for name in going if Path(name).name == name)]:
         if os.path.lexists(folder / name):
             (folder / name).rename(old / f"{name}.{uuid4().hex[:8]}")
     for name in entering:

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from align_circuits.jobs.executors import ProcessExecutor, why_lost
-from align_circuits.jobs.files import read_object, remove_partial, replacing
+from align_circuits.jobs.files import inside, read_object, remove_partial, replacing
 from align_circuits.jobs.locks import claimed, is_claimed, shared_folder, until_done, written_once
 
 Attempts = Iterator[tuple[Path, str | None]]
@@ -227,7 +227,7 @@ def _jobs_of(folder: Path, plan: Mapping[str, Any]) -> dict[Path, Job]:
         ValueError: The plan was edited, such that a job is none.
     """
     try:
-        return {folder / name: Job(**job) for name, job in plan["jobs"].items()}
+        return {inside(folder, name): Job(**job) for name, job in plan["jobs"].items()}
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"a plan in {str(folder)!r} lists what is no job ({error}): remove .plan-*.json there, and give the same "

@@ -6,9 +6,10 @@ file system passes locks on: NFS 4, Lustre with `flock`.
 
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,8 @@ from align_circuits.jobs.files import remove_partial, replacing, short_name, wri
 
 Work = TypeVar("Work")
 Outcome = TypeVar("Outcome")
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 PATIENCE = 0.2
 """Seconds between questions whether another process has finished a file."""
@@ -30,10 +33,11 @@ def locked(path: Path, *, make: Callable[[Path], None] | None = None, seconds: f
     Args:
         path: The file or folder, which may be renamed meanwhile: `filelock.FileLock` locks no folder, leaves its file
             behind, and trusts that no one removes it.
-        make: Makes it where it is missing.
+        make: Makes it where it is missing, such as `new_file`.
         seconds: For how long to wait for a process that holds it.
 
     Raises:
+        ValueError: A file that is a link, or has other names: who locks it could change the file behind.
         FileNotFoundError: There is no such file, also where another process has removed it meanwhile.
         OSError: The file system has no locks.
     """
@@ -56,11 +60,30 @@ def _opened(path: Path, make: Callable[[Path], None] | None) -> int:
     while True:
         if make is not None:
             make(path)
+        if path.is_symlink() and not path.is_dir():
+            raise _linked(path)
         try:
-            return os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # NFS locks what is open for writing
+            # NFS locks what is open for writing.
+            handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | _NO_LINK)
         except FileNotFoundError:
             if make is None:
                 raise
+            continue
+        found = os.fstat(handle)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+            os.close(handle)
+            raise _linked(path)
+        return handle
+
+
+def new_file(path: Path) -> None:
+    """Makes an empty file unless one is there; never that which a link points to."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+
+
+def _linked(path: Path) -> ValueError:
+    return ValueError(f"{str(path)!r} is a link to another file, which is not locked instead: remove the link")
 
 
 def _stands_at(handle: int, path: Path) -> bool:
@@ -80,7 +103,7 @@ def claimed(path: Path) -> Iterator[bool]:
     Raises:
         OSError: The file system has no locks.
     """
-    with locked(_claim(path), make=Path.touch, seconds=0.0) as mine:
+    with locked(_claim(path), make=new_file, seconds=0.0) as mine:
         try:
             yield mine
         finally:

@@ -38,6 +38,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
+from align_circuits.jobs.files import inside
 from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.models.loading import load
 from align_circuits.models.protocol import model_provenance
@@ -151,11 +152,13 @@ class Study:
                 from there.
         """
         folder = Path(folder)
-        inputs = Inputs({model: model_provenance(self.load(model)) for model in models}, str(folder / "trained"))
+        inputs = Inputs({model: model_provenance(self.load(model)) for model in models}, str(inside(folder, "trained")))
         rows: dict[str, list[dict[str, Any]]] = {}
         for stage in (self.train, self.jobs):
             measurements = stage(config, inputs)
-            results = run_jobs([each.job for each in measurements], folder / "jobs", executor=executor, processes=jobs)
+            results = run_jobs(
+                [each.job for each in measurements], inside(folder, "jobs"), executor=executor, processes=jobs
+            )
             results.all_rows()  # raises where one failed
             for each, returned in zip(measurements, results.rows, strict=True):
                 plain = [{**each.keys, **each.job.seeded, **row} for row in returned]
@@ -175,7 +178,7 @@ def training_folder(trained: str | Path, kind: str, *identity: Any) -> Path:
         *identity: All that the training rests on, as JSON.
     """
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(trained) / f"{kind}-{digest}"
+    return inside(trained, f"{kind}-{digest}")
 
 
 def on_one_thread() -> None:

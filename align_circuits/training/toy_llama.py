@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.compat import has_fast_bfloat16
-from align_circuits.jobs.files import writable_folder
+from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import load
 from align_circuits.models.tokenizer import char_tokenizer
@@ -208,7 +208,7 @@ def pretrain(
         partial(_loss, early_layers=recipe.early_layers),
         recipe.train,
         seed=seed,
-        out=kept / "training",
+        out=inside(kept, "training"),
         progress=progress,
         recipe=asdict(recipe),
         metrics=lambda network, _: measure(network, recipe.metrics_prompts),

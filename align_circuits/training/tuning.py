@@ -22,7 +22,7 @@ from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionParts, take_parts
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.jobs.files import writable_folder
+from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
@@ -314,14 +314,14 @@ def tune(
     if not (config.dropout and {"gate", "up", "down"} & {*config.matrices}):
         compat.skip_unread(trained)
     compat.fuse_adapters(trained)
-    probe = Probe(bridge, data.probes, kept and writable_folder(kept / "probes"), data.scored, clamps)
+    probe = Probe(bridge, data.probes, kept and writable_folder(inside(kept, "probes")), data.scored, clamps)
     run = train(
         trained,
         data.clamped_batch if clamps else data.batch,
         partial(_clamped_loss, bridge, clamps) if clamps else _loss,
         config.train_config(),
         seed=seed,
-        out=kept and kept / "training",
+        out=kept and inside(kept, "training"),
         metrics=lambda _, step: probe.measure(step),
         progress=progress,
         recipe=json.loads(json.dumps({"task": data.record, "config": asdict(config), **edits_provenance(clamps)})),

@@ -4,11 +4,13 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from align_circuits.cli import entry, main
+from align_circuits.cli import folders as cli_folders
 from align_circuits.cli.folders import results_folder
 from align_circuits.jobs import folders
 from align_circuits.jobs.files import replacing
@@ -176,3 +178,54 @@ def test_the_numbered_folder_of_a_killed_run_is_given_again_and_that_of_a_live_o
     assert read(runs / "0001") == OLD and read(runs / "0002") == NEW
     finish_moves(runs / "0001")
     assert sorted(path.name for path in runs.iterdir()) == ["0001", "0002", "latest"]
+
+
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_second_of_two_runs_with_one_folder_is_told_so_before_it_starts(tmp_path, monkeypatch, existed, writable):
+    """By any name of the folder; where its parent cannot be written too, if the folder is there."""
+    home = tmp_path / "home"
+    out = home / "a" / "out"
+    if existed:
+        write(out, OLD | {"provenance.json": table(0.0).provenance.to_json()})
+    before = read(home) if existed else {}
+    (tmp_path / "link").symlink_to(out)
+    if not writable:
+        claimed = cli_folders.claimed
+        refused = PermissionError(errno.EACCES, "no")
+
+        def within_alone(path: Path) -> Any:
+            if path == out:
+                raise refused
+            return claimed(path)
+
+        monkeypatch.setattr(cli_folders, "claimed", within_alone)
+    started = []
+    with results_folder(out, tmp_path, overwrite=True) as first:
+        if existed or writable:
+            for name in (out, tmp_path / "link"):
+                with (
+                    pytest.raises(ValueError, match=r"another run is writing to .*give another --out"),
+                    results_folder(name, tmp_path, overwrite=True),
+                ):
+                    started.append(name)
+        write(first.new, NEW)
+    assert not started and read(out) == NEW
+    with pytest.raises(KeyboardInterrupt), results_folder(home / "b" / "out", tmp_path, overwrite=False):
+        raise KeyboardInterrupt
+    assert not (home / "b").exists() and {*before} <= {*read(home)}
+
+
+def test_names_of_a_move_that_was_cut_off_stay_in_their_folder(tmp_path):
+    """A hidden folder that someone else has made, or a link to one, takes no file of others away."""
+    for name, folder in (("names", tmp_path / "out"), ("link", tmp_path / "linked")):
+        complete = folder / ".01234567.complete" if name == "names" else tmp_path / "theirs"
+        write(complete, {"table.csv": "x", ".going": "../precious"})
+        (complete / ".old").mkdir()
+        write(tmp_path, {"precious": name})
+        folder.mkdir(exist_ok=True)
+        if name == "link":
+            (folder / ".01234567.complete").symlink_to(complete)
+        finish_moves(folder)
+        assert (tmp_path / "precious").read_text() == name
+    assert (tmp_path / "theirs" / "table.csv").read_text() == "x"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from align_circuits.jobs.files import replacing, writable_folder
+from align_circuits.jobs.files import inside, replacing, writable_folder
 
 
 def names(folder: Path) -> list[str]:
@@ -42,3 +42,17 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     for place in (tmp_path / "file", tmp_path / "file" / "below", "/proc/out"):
         with pytest.raises(ValueError, match="cannot write results to"):
             writable_folder(place)
+
+
+@pytest.mark.parametrize("name", ["../outside", "link/a", "link", "/etc"])
+def test_nothing_leads_out_of_a_folder(tmp_path, name):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "within").symlink_to(folder)
+    with pytest.raises(ValueError, match="leads out of its folder, to"):
+        inside(folder, name)
+    assert inside(folder, "within/a") == folder / "within/a"
+    (tmp_path / "home").symlink_to(folder)
+    assert inside(tmp_path / "home", "a") == tmp_path / "home/a", "the folder itself may be a link"

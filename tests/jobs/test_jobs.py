@@ -422,3 +422,13 @@ def test_progress_is_read_from_the_folder(code, tmp_path):
     assert collect_rows(tmp_path / "results")["y"].tolist() == [1, 1]
     with pytest.raises(ValueError, match="holds no run of jobs"):
         read_progress(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../precious.json", "/etc/passwd"])
+def test_the_names_of_a_plan_stay_in_its_folder(tmp_path, name):
+    (tmp_path / "jobs").mkdir()
+    plan = {"started": 0.0, "jobs": {name: {"function": "a:b", "config": {}, "seed": 0}}}
+    (tmp_path / "jobs" / ".plan-0.json").write_text(json.dumps(plan))
+    for read in (read_progress, collect_rows):
+        with pytest.raises(ValueError, match="leads out of its folder"):
+            read(tmp_path / "jobs")

@@ -11,6 +11,7 @@ import pytest
 from forked import FORK
 
 from align_circuits.jobs import locks
+from align_circuits.jobs.checkpoints import run_folder
 from align_circuits.jobs.locks import claimed, is_claimed, locked, shared_folder, written_once
 
 
@@ -89,3 +90,21 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "lock_descriptor", no_locks)
     with pytest.raises(ValueError, match=r"is on a file system without locks \(No locks available\)"):
         shared_folder(tmp_path)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_no_lock_is_a_link_to_another_file(tmp_path, link):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    before = victim.stat().st_mtime_ns
+    for lock in (tmp_path / ".lock", tmp_path / ".a.claim"):
+        link(victim, lock)
+    with pytest.raises(ValueError, match="is a link to another file"), run_folder(tmp_path):
+        pass
+    with pytest.raises(ValueError, match="is a link to another file"), claimed(tmp_path / "a"):
+        pass
+    assert victim.read_text() == "precious" and victim.stat().st_mtime_ns == before
+    (tmp_path / ".b.claim").symlink_to(tmp_path / "new")  # to nothing
+    with pytest.raises(ValueError, match="is a link to another file"), claimed(tmp_path / "b"):
+        pass
+    assert not (tmp_path / "new").exists()
