@@ -5,11 +5,12 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -361,20 +362,68 @@ _LIBRARIES = ("transformer_lens", "transformers", "accelerate", "peft", "torch")
 
 def hooked_modules(modules: Sequence[nn.Module]) -> list[str]:
     """Returns the types of modules with a PyTorch hook of the user's, which may change what they compute."""
-
-    def of_library(hook: Any) -> bool:
-        while isinstance(hook, partial):
-            hook = hook.func
-        return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] in _LIBRARIES
-
     return sorted(
         {
             type(module).__name__
             for module in modules
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
-            if not all(map(of_library, hooks.values()))
+            if not all(map(_is_of_library, hooks.values()))
         }
     )
+
+
+def _is_of_library(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] in _LIBRARIES
+
+
+def settings_of(model: Any) -> list[Any]:
+    """Returns what a model's numbers rest on beside its parameters, module by module, for `identity_of`.
+
+    Buffers, configurations, plain attributes, functions, and the hooks that are not the libraries' own. What running
+    leaves behind is left out.
+    """
+    configs: dict[int, Any] = {}
+    settings: list[Any] = []
+    for module in modules_of(model, wrapped(model)):
+        state: dict[str, Any] = {name: part for name, part in module._buffers.items() if part is not None}
+        for name, value in vars(module).items():
+            if name in _HOOKS:
+                state[name] = [hook for hook in _functions_of(value) if not _is_of_library(hook)]
+            elif name in ("config", "cfg") and hasattr(value, "__dict__"):
+                if id(value) not in configs:
+                    configs[id(value)] = _settings(vars(value))
+                state[name] = configs[id(value)]
+        settings.append((type(module), state | _settings(vars(module))))
+    return settings
+
+
+def _settings(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those attributes that are settings: neither parts nor what running leaves behind."""
+    left_behind = {*_HOOKS, *_USUAL, *_LEFT_BEHIND}
+    return {name: value for name, value in attributes.items() if name not in left_behind and _is_setting(value)}
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str | int | tuple) and _is_setting(part) for name, part in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_setting, value))
+    plain = bool | int | float | str | Tensor | torch.dtype | torch.device | FunctionType
+    return value is None or (isinstance(value, plain) and not isinstance(value, nn.Parameter))
+
+
+def _functions_of(hooks: Any) -> list[Any]:
+    """The functions that a module calls: PyTorch keeps them by number, TransformerLens by their handles."""
+    if isinstance(hooks, Mapping):
+        return [*hooks.values()]
+    return [getattr(handle, "user_hook", None) or handle.hook.hooks_dict_ref().get(handle.hook.id) for handle in hooks]
+
+
+_LEFT_BEHIND = ("_attn_implementation_internal", "_block_alias_cache", "_fired_hook_out", "_pattern")
+"""Other attributes of modules and configurations that running a model changes; `RunOptions.engine` says which attention
+runs."""
 
 
 def remembered(model: Any) -> Callable[..., None]:

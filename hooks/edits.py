@@ -216,22 +216,6 @@ def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
     return {"edits": records} if records else {}
 
 
-def edits_digests(edit_sets: Sequence[Sequence[Edit]]) -> list[str]:
-    """Returns a hash of each set of edits, of all that they hold; tensors that many edits share are read once."""
-    seen: dict[int, Any] = {}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor) or (isinstance(value, Mapping) and value):
-            if id(value) not in seen:
-                seen[id(value)] = _digest(value)
-            return seen[id(value)]
-        if isinstance(value, Edit | AblationBaseline):
-            return [type(value).__name__, {name: plain(part) for name, part in vars(value).items()}]
-        return str(value)
-
-    return [hashlib.sha256(repr([plain(edit) for edit in edits]).encode()).hexdigest()[:16] for edits in edit_sets]
-
-
 def _digest(value: Tensor | Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name, part in [("", value)] if isinstance(value, Tensor) else sorted(value.items()):

@@ -16,7 +16,7 @@ from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
 from align_circuits.jobs.sweeps import SweepParts
-from align_circuits.models.protocol import HookedModel, model_provenance, provenance_of
+from align_circuits.models.protocol import HookedModel, model_identity, provenance_of
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions
@@ -146,8 +146,9 @@ def ablation_baseline(
     measured_on = (prompts.digest, by, group.numpy().tobytes(), options.engine, options.batch_size)
     means: dict[str, Tensor] = once_a_call(model, ("means", *measured_on), dict)
     if missing := [name for name in names if name not in means]:
-        identity = {"verb": "ablation_baseline", "model": model_provenance(model), "prompts": prompts.digest}
-        identity |= {"hooks": missing, "by": by, "engine": options.engine, "batch_size": options.batch_size}
+        identity = {"verb": "ablation_baseline", "prompts": prompts, "by": by, "hooks": missing}
+        identity |= {"options": options.identity}
+        identity |= {} if options.cache_dir is None else {"model": model_identity(model)}
         parts = SweepParts(options.cache_dir, "means for ablations", identity)
         # Kept like the sweep that they serve, which is another one where they differ in the last bit.
         computes = {"means": lambda: (_means_by_group(model, prompts, group, missing, options).numpy(), "")}

@@ -3,7 +3,6 @@
 Processes that make the same sweep with the same folder share its parts.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from align_circuits.jobs.files import read_object
+from align_circuits.jobs.files import inside, read_object
+from align_circuits.jobs.identity import Unidentified, identity_of, release, settings_of_the_process
 from align_circuits.jobs.jobs import Progress, progress_of, write_plan
 from align_circuits.jobs.locks import shared_folder, until_done, written_once
 
@@ -34,16 +34,27 @@ class SweepParts:
     Args:
         folder: Where the parts are kept, beside those of other sweeps, which are not read.
         what: What is measured, for people.
-        identity: What tells this sweep from all others, as JSON: the model's weights, the prompts, the edits, the
-            metrics.
+        identity: All that the numbers rest on, by name, for `identity_of`: the model, the prompts, the edits, the
+            metrics. The code of this package and the settings of the process are added.
+
+    Raises:
+        ValueError: The identity of a part of it cannot be told, such as that of a function that reads a file.
     """
 
     def __init__(self, folder: str | Path | None, what: str, identity: Mapping[str, Any]):
         self._what = what
         self._folder: Path | None = None
         if folder is not None:
-            text = json.dumps(identity, sort_keys=True, default=str)
-            self._folder = shared_folder(Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16])
+            rests_on = {"release": release(), "process": settings_of_the_process(), **identity}
+            try:
+                name = identity_of([(part, rests_on[part]) for part in sorted(rests_on)])
+            except Unidentified as error:
+                raise ValueError(
+                    f"{what} in {str(folder)!r} could not be told from those of another run, since {error} cannot: "
+                    "give the function or object that it belongs to an attribute identity, a text with its name and "
+                    "version, which you change with it; or keep no parts"
+                ) from error
+            self._folder = shared_folder(inside(folder, name))
 
     @property
     def kept(self) -> bool:
@@ -85,7 +96,10 @@ def read_sweeps(folder: str | Path) -> list[Progress]:
     found = [
         # Sweeps of 0.2.0 before its release have not written what they measure.
         progress_of(
-            str(plan.get("what", "sweep")), float(plan["started"]), [sweep / str(name) for name in plan["parts"]], {}
+            str(plan.get("what", "sweep")),
+            float(plan["started"]),
+            [inside(sweep, str(name)) for name in plan["parts"]],
+            {},
         )
         for sweep, plan in plans
     ]

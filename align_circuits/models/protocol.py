@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import once_a_call
+from align_circuits.jobs.identity import identity_of
 from align_circuits.prompts.prompts import Prompts, vocabulary_hash
 from align_circuits.tables.tables import Provenance
 
@@ -71,6 +72,46 @@ def model_provenance(model: HookedModel) -> dict[str, Any]:
     the weights are read once.
     """
     return dict(once_a_call(model, "provenance", partial(_provenance, model)))
+
+
+def model_identity(model: HookedModel) -> dict[str, Any]:
+    """Returns all of a model that its numbers rest on, for `identity_of`.
+
+    Its provenance, every weight and buffer, the configurations, the plain attributes of its modules (an adapter's
+    scale, a norm's epsilon), the classes of those, the hooks on them, and the tokenizer's vocabulary. Within a call of
+    the package it is read once.
+
+    Raises:
+        Unidentified: A hook or a module of the user's whose identity cannot be told.
+    """
+    return once_a_call(model, "identity", partial(_identity, model))
+
+
+def _identity(model: HookedModel) -> dict[str, Any]:
+    tokenizer = getattr(model, "tokenizer", None)
+    parts = {"modules": identity_of(compat.settings_of(model))}
+    for name, value in parameters_of(model):
+        parts[name] = f"{value.dtype} {tuple(value.shape)} {_weighed(value)}"
+    return {
+        "provenance": model_provenance(model),
+        "tokenizer": None if tokenizer is None else vocabulary_hash(tokenizer),
+        **parts,
+    }
+
+
+def _weighed(value: Tensor) -> int:
+    """The sum of a tensor's bits as integers, each times an odd number of its own: no two entries can be swapped.
+
+    It is exact on any device, which the values need not leave.
+    """
+    total, bits = 0, value.contiguous().flatten().view(_INTEGERS[value.element_size()])
+    for start in range(0, len(bits), _AT_ONCE):
+        part = bits[start : start + _AT_ONCE].long()
+        place = (
+            torch.arange(start, start + len(part), device=part.device) * -7046029254386353131
+        )  # 2**64 / golden ratio
+        total += int((part * ((place ^ (place >> 29)) | 1)).sum())
+    return total % 2**64
 
 
 def _provenance(model: HookedModel) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class RunOptions:
     cache_dir: str | Path | None = None
     """A folder that keeps the parts of sweeps over patches, ablations, edges, paths and prompts: the same call goes on
     where a killed one stopped, and processes that make it at once share the parts. A part of a sweep over heads holds
-    some of them on some of the prompts. None keeps nothing."""
+    some of them on some of the prompts. Another call has its own parts: all that the numbers rest on names them
+    (`jobs.identity`). None keeps nothing."""
 
     def __post_init__(self):
         if self.engine not in ("auto", "fast", "reference"):
@@ -40,6 +41,11 @@ class RunOptions:
             raise ValueError(f"progress={self.progress!r}: choose True, False or 'auto'")
         if self.batch_size != "auto" and (isinstance(self.batch_size, str) or self.batch_size < 1):
             raise ValueError(f"batch_size={self.batch_size!r}: give a positive number of prompts, or 'auto'")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The options that can change a number, be it in its last bits."""
+        return {name: value for name, value in vars(self).items() if name not in ("progress", "cache_dir")}
 
     def prompts_at_once(self, fitting: int) -> int:
         """Returns the batch size, given how many prompts fit."""

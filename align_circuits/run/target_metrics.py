@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.hooks.edits import Edit, edits_digests
+from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.jobs.sweeps import SweepParts
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.protocol import model_identity
 from align_circuits.prompts.prompts import KINDS, WRONG, Prompts
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
@@ -28,7 +28,9 @@ MetricName = Literal["accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"
 
 OwnMetric = Callable[[Float[Tensor, "target d_vocab"], pd.DataFrame], Float[Tensor, " target"]]
 """A metric of your own: takes the logits of some targets and their rows of `Prompts.targets`, and returns a number for
-each. Attribution needs one made of differentiable tensor operations."""
+each. Attribution needs one made of differentiable tensor operations. Where parts of a sweep are kept
+(`RunOptions.cache_dir`), it counts with its code and all that it refers to; if that cannot be told, it needs an
+attribute `identity`, a text that you change with it."""
 
 Metric = MetricName | OwnMetric
 
@@ -265,7 +267,7 @@ class TargetMetrics:
             edits_a_part, prompts_a_part = EDIT_SETS_A_PART, PROMPTS_A_PART
             if options.batch_size != "auto":  # whole batches, so that they are those of a sweep that is not kept
                 prompts_a_part = ceil(prompts_a_part / options.batch_size) * options.batch_size
-            identity = self.identity(model, source, options) | {"edits": edits_digests(edit_sets)}
+            identity = self.identity(model, source, options) | {"edits": edit_sets}
         places = {
             f"edit-sets-{first:05d}-prompts-{prompt:05d}": (slice(first, first + edits_a_part), rows)
             for first in range(0, len(edit_sets), edits_a_part)
@@ -314,15 +316,7 @@ class TargetMetrics:
 
     def identity(self, model: HookedModel, source: Prompts | None, options: RunOptions) -> dict[str, Any]:
         """Returns what tells a sweep of these metrics from all others, for `SweepParts`."""
-        return {
-            "model": model_provenance(model),
-            "prompts": self.prompts.digest,
-            "source": None if source is None else source.digest,
-            "targets": [self.prompt.tolist(), self.query.tolist(), self.token.tolist()],
-            "metrics": [metric if isinstance(metric, str) else _code_of(metric) for metric in self.metrics],
-            "engine": options.engine,
-            "batch_size": options.batch_size,
-        }
+        return {"model": model_identity(model), "targets": self, "source": source, "options": options.identity}
 
     def assign(
         self,
@@ -348,12 +342,6 @@ class TargetMetrics:
         """Returns means over prompts as a table; a prompt counts by its number of targets."""
         weights = np.tile(self.weights, (len(values), 1))
         return Table.from_prompts(keys, values, weights, provenance, bounded=False)
-
-
-def _code_of(metric: OwnMetric) -> str:
-    """What identifies a metric of the user's own: its name and, as far as Python shows it, its code."""
-    code = getattr(metric, "__code__", None)
-    return f"{name_of_metric(metric)} {'' if code is None else (code.co_code.hex(), code.co_consts, code.co_names)}"
 
 
 def by_kind(prompts: Prompts) -> dict[str, Bool[ndarray, " target"]]:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.hooks.edits import AblationBaseline, BatchContext, Edit, _digest, edits_digests
+from align_circuits.hooks.edits import AblationBaseline, BatchContext, Edit
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
+from align_circuits.jobs.identity import identity_of
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.forward_pass import capture, forward
@@ -804,14 +805,7 @@ def test_an_edit_is_for_as_many_prompts_and_columns_as_run():
         refused(message, context.check, "z", batch, length)
 
 
-def test_digests_tell_sets_of_edits_apart_by_all_that_they_hold(monkeypatch):
-    read: list[Any] = []
-
-    def counted(value: Any) -> str:
-        read.append(value)
-        return _digest(value)
-
-    monkeypatch.setattr("align_circuits.hooks.edits._digest", counted)
+def test_identities_tell_sets_of_edits_apart_by_all_that_they_hold():
     vector, means = torch.ones(8), {"a": torch.zeros(2, 8)}
     different = [
         [],
@@ -830,13 +824,9 @@ def test_digests_tell_sets_of_edits_apart_by_all_that_they_hold(monkeypatch):
         [ac.Patch([(0, 1)], values={"b": vector[None]})],
         [ac.Patch([(0, 1)], values={"a": vector[:, None]})],
     ]
-    found = edits_digests(different)
-    assert len({*found}) == len(different) and all(re.fullmatch("[0-9a-f]{16}", digest) for digest in found)
-    assert edits_digests([*different[::-1]]) == found[::-1], "in any company"
-    assert edits_digests([[replace(edit, vector=vector.clone()) for edit in different[8]]]) == [found[8]]
-    read.clear()
-    edits_digests([[ac.Steer([(0, head)], vector=vector)] for head in range(4)])
-    assert len(read) == 1, "what many edits share is read once"
+    found = [identity_of(edits) for edits in different]
+    assert len({*found}) == len(different)
+    assert identity_of([replace(edit, vector=vector.clone()) for edit in different[8]]) == found[8]
 
 
 def test_provenance_tells_edits_apart(models):
