@@ -378,16 +378,17 @@ def _is_of_library(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] in _LIBRARIES
 
 
-def settings_of(model: Any) -> list[Any]:
+def settings_of(model: Any, *, persistent: bool = True) -> list[Any]:
     """Returns what a model's numbers rest on beside its parameters, module by module, for `identity_of`.
 
-    Buffers, configurations, plain attributes, functions, and the hooks that are not the libraries' own. What running
-    leaves behind is left out.
+    Buffers (without `persistent` only those that checkpoints do not hold), configurations, plain attributes, functions,
+    and the hooks that are not the libraries' own. What running leaves behind is left out.
     """
     configs: dict[int, Any] = {}
     settings: list[Any] = []
     for module in modules_of(model, wrapped(model)):
-        state: dict[str, Any] = {name: part for name, part in module._buffers.items() if part is not None}
+        buffers = module._buffers.keys() if persistent else module._non_persistent_buffers_set
+        state: dict[str, Any] = {name: module._buffers[name] for name in buffers}
         for name, value in vars(module).items():
             if name in _HOOKS:
                 state[name] = [hook for hook in _functions_of(value) if not _is_of_library(hook)]

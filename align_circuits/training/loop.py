@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from tqdm import tqdm
 
+from align_circuits.hooks import compat
 from align_circuits.jobs.checkpoints import Checkpoint, load_checkpoint, run_folder, save_checkpoint
+from align_circuits.jobs.identity import identity_of
 from align_circuits.training.muon import Muon
 
 Precision = Literal["fp32", "bf16"]
@@ -327,8 +329,8 @@ def _to(device: torch.device, batch: Any) -> Any:
 
 
 def _model_hash(model: nn.Module) -> str:
-    """A hash of the shapes and the frozen weights; trained weights come from the checkpoint."""
-    digest = hashlib.sha256()
+    """A hash of the shapes, the settings and the frozen weights; trained ones come from the checkpoint."""
+    digest = hashlib.sha256(identity_of(compat.settings_of(model, persistent=False)).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
         if not parameter.requires_grad:

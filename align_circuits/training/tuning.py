@@ -24,6 +24,7 @@ from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_pr
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
+from align_circuits.jobs.identity import identity_of
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance, parameters_of
@@ -381,8 +382,9 @@ class _TuningData:
             learned = self.task.prompts
         else:
             learned = self.task.sample(self.config.prompts_per_step, self.tokenizer)
-        probes = {str(ood): prompts.digest for ood, prompts in self.probes.items()}
-        return {"task": type(self.task).__name__, "learned": learned.digest, "probes": probes, "roles": [*self.scored]}
+        probes = {str(ood): identity_of(prompts) for ood, prompts in self.probes.items()}
+        task = {"task": type(self.task).__name__, "learned": identity_of(learned)}
+        return {**task, "probes": probes, "roles": [*self.scored]}
 
     @classmethod
     def of(cls, model: HookedModel, task: Task, config: TuneConfig, seed: int) -> "_TuningData":

@@ -227,6 +227,12 @@ def test_metrics_that_failed_are_taken_again(tmp_path):
 # --- folders of other runs
 
 
+def scaled(model):
+    """A model with a setting beside its weights."""
+    model[0].scale = 2.0
+    return model
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -234,6 +240,7 @@ def test_metrics_that_failed_are_taken_again(tmp_path):
         ({"seed": 1}, "seed was 0, now 1"),
         ({"recipe": {"data": "b"}}, r"another run \(recipe.data was 'a', now 'b'\)"),
         ({"model": network(width=8)}, "model was '.* parameters"),
+        ({"model": scaled(network())}, "model was '.* parameters"),
     ],
 )
 def test_another_run_in_the_folder_is_refused(tmp_path, changed, message):
