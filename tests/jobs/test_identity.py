@@ -143,11 +143,12 @@ def test_every_verb_asks_for_all_that_its_numbers_rest_on(models, pair, name, tm
     verb = ablated if name == "ablate_heads" else VERBS[name]
     model, options = models(), ac.RunOptions(cache_dir=tmp_path)
     latent = {name: part + 1 for name, part in pair.clean.latent.items()}
-    seeded = {"clean": replace(pair.clean, latent=latent), "corrupted": replace(pair.corrupted, latent=latent)}
+    inputs = pair.corrupted.inputs.clone()
+    inputs[0, 1] = inputs[0, 3]
     cases: list[tuple[Any, ac.Pair, ac.RunOptions]] = [
         (model, pair, options),
-        (model, replace(pair, clean=seeded["clean"]), options),
-        (model, replace(pair, corrupted=seeded["corrupted"]), options),
+        (model, replace(pair, clean=replace(pair.clean, latent=latent)), options),
+        (model, replace(pair, corrupted=replace(pair.corrupted, inputs=inputs)), options),
         (model, replace(pair, metric=logit_of(2)), options),
         (model, pair, replace(options, batch_size=2)),
         (model, pair, replace(options, engine="reference")),
