@@ -15,21 +15,21 @@ SLACK = 1.1
 
 ROOMS = {
     "align_circuits": (337, 300),
-    "align_circuits/jobs": (1351, 1000),
+    "align_circuits/jobs": (1730, 1000),
     "align_circuits/prompts": (1480, 1300),
     "align_circuits/tables": (1210, 1100),
     "align_circuits/tasks": (2331, 2100),
-    "align_circuits/models": (3135, 2400),
-    "align_circuits/run": (1808, 1500),
-    "align_circuits/heads": (3427, 2600),
+    "align_circuits/models": (3176, 2400),
+    "align_circuits/run": (1802, 1500),
+    "align_circuits/heads": (3428, 2600),
     "align_circuits/circuits": (1254, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (1837, 1700),
-    "align_circuits/training": (1657, 1400),
-    "align_circuits/cli": (2086, 1500),
-    "align_circuits/papers": (10664, 8500),
-    "hooks": (3514, 2600),
-    "tests": (28531, 20000),
+    "align_circuits/training": (1661, 1400),
+    "align_circuits/cli": (2108, 1500),
+    "align_circuits/papers": (10667, 8500),
+    "hooks": (3548, 2600),
+    "tests": (28921, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -147,8 +147,8 @@ def ablation_baseline(
     means: dict[str, Tensor] = once_a_call(model, ("means", *measured_on), dict)
     if missing := [name for name in names if name not in means]:
         identity = {"verb": "ablation_baseline", "prompts": prompts, "by": by, "hooks": missing}
-        identity |= {"options": options.identity}
-        identity |= {} if options.cache_dir is None else {"model": model_identity(model)}
+        if options.cache_dir is not None:
+            identity |= {"model": model_identity(model), "options": options.identity}
         parts = SweepParts(options.cache_dir, "means for ablations", identity)
         # Kept like the sweep that they serve, which is another one where they differ in the last bit.
         computes = {"means": lambda: (_means_by_group(model, prompts, group, missing, options).numpy(), "")}

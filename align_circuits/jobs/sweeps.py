@@ -3,7 +3,6 @@
 Processes that make the same sweep with the same folder share its parts.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
