@@ -21,7 +21,7 @@ ROOMS = {
     "align_circuits/tasks": (2331, 2100),
     "align_circuits/models": (3176, 2400),
     "align_circuits/run": (1802, 1500),
-    "align_circuits/heads": (3428, 2600),
+    "align_circuits/heads": (3430, 2600),
     "align_circuits/circuits": (1254, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (1837, 1700),
@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (2108, 1500),
     "align_circuits/papers": (10667, 8500),
     "hooks": (3548, 2600),
-    "tests": (28921, 20000),
+    "tests": (28922, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

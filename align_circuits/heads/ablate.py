@@ -138,6 +138,8 @@ def ablation_baseline(
     if how == "resample":
         _check_resampling(prompts)
         return AblationBaseline(values=capture(model, prompts, names, options=options))
+    if not len(prompts):
+        raise ValueError("no prompts to average over: give at least one")
     if any(map(is_pattern, names)):
         raise ValueError("a pattern has no mean over tokens of a kind: resample it, set it to zero, or clamp it")
     # Within a call that ablates several times, such as `localize`, each mean is measured once.
