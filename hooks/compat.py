@@ -12,6 +12,7 @@ from inspect import signature
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from tokenizers import pre_tokenizers
@@ -66,6 +67,13 @@ def is_hooked(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in hooks)
 
 
+def is_compiled(module: Any) -> bool:
+    """Whether torch.compile replaced a module, what calls it, or its forward pass."""
+    inside = vars(module) if isinstance(module, nn.Module) else {}
+    compiled = hasattr(inside.get("forward"), "_torchdynamo_orig_callable") or "_orig_mod" in inside.get("_modules", {})
+    return compiled or inside.get("_compiled_call_impl") is not None
+
+
 def parameter_name(name: str) -> str:
     """Returns a parameter's name as Hugging Face spells it: a bridge inserts the module that holds a component."""
     return name.replace("._original_component", "")
@@ -99,6 +107,8 @@ def norm_weights(norm: Any) -> tuple[Tensor | None, Tensor | None]:
     scale, shift = getattr(norm, "w", None), getattr(norm, "b", None)
     if scale is not None and scale.is_meta:  # a bridge does not see what is brought
         scale, shift = component(norm).weight, getattr(component(norm), "bias", None)
+    if scale is not None and type(component(norm)).__name__ in ("GemmaRMSNorm", "NemotronLayerNorm1P"):
+        scale = scale + 1  # these store by how much it differs from 1
     return scale, shift
 
 
@@ -624,19 +634,53 @@ def split_weights_differ(bridge: Any) -> int | None:
     A bridge splits a fused projection once and computes with the copies: trained, they leave the fused one behind. None
     where none differs, or no projection is fused.
     """
-    for layer, block in enumerate(bridge.blocks):
-        attention: Any = getattr(block, "attn", None)
-        split, names = getattr(attention, "split_qkv_matrix", None), ("q", "k", "v")
-        if split is None or not all(hasattr(attention, name) for name in names):
-            continue
-        # TransformerLens makes the copies as new layers, whose first weights are drawn.
-        with brought(component(attention)), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for name, fused in zip(names, split(component(attention)), strict=True):
-                own = component(getattr(attention, name))
-                for part in ("weight", "bias"):
-                    one, other = getattr(own, part, None), getattr(fused, part, None)
-                    if (one is None) != (other is None) or (one is not None and not torch.equal(one, other.to(one))):
-                        return layer
+    return next((layer for layer, block in enumerate(bridge.blocks) if _is_split_otherwise(block)), None)
+
+
+def _is_split_otherwise(block: Any) -> bool:
+    attention: Any = getattr(block, "attn", None)
+    split, names = getattr(attention, "split_qkv_matrix", None), ("q", "k", "v")
+    if split is None or not all(hasattr(attention, name) for name in names):
+        return False
+    # TransformerLens makes the copies as new layers, whose first weights are drawn.
+    with brought(component(attention)), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for name, fused in zip(names, split(component(attention)), strict=True):
+            own = component(getattr(attention, name))
+            for part in ("weight", "bias"):
+                one, other = getattr(own, part, None), getattr(fused, part, None)
+                if (one is None) != (other is None) or (one is not None and not torch.equal(one, other.to(one))):
+                    return True
+    return False
+
+
+_FUSED: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()
+"""Of each bridge a number from each row and column of its fused projections, as they were split, by layer."""
+
+
+def _sample_of_fused(block: Any) -> Tensor | None:
+    fused: Any = component(getattr(getattr(block, "attn", None), "qkv", None))
+    weight = getattr(fused, "weight", None)
+    if weight is None or weight.is_meta or weight.ndim != 2:
+        return None
+    place = torch.arange(max(weight.shape), device=weight.device)
+    return weight.detach()[place % len(weight), place % weight.shape[1]].clone()
+
+
+def remember_fused(bridge: Any) -> None:
+    """Notes what the fused projections of a bridge are, from which it has just split queries, keys and values."""
+    samples = {layer: _sample_of_fused(block) for layer, block in enumerate(bridge.blocks)}
+    _FUSED[bridge] = {layer: sample for layer, sample in samples.items() if sample is not None}
+
+
+def fused_left_behind(bridge: Any) -> int | None:
+    """Returns the first layer whose fused projection was changed or adapted, but not the copies that compute."""
+    for layer, sample in _FUSED.get(bridge, {}).items() if isinstance(bridge, nn.Module) else ():
+        block = bridge.blocks[layer]
+        if hasattr(component(block.attn.qkv), "base_layer"):
+            return layer
+        now = _sample_of_fused(block)
+        if now is not None and not torch.equal(sample.to(now), now) and _is_split_otherwise(block):
+            return layer
     return None
 
 
@@ -696,6 +740,12 @@ def mlp(part: Any, residual: Tensor) -> Tensor:
         return module(residual)
     gate = nn.functional.silu(module.gate_proj(residual), inplace=True)
     return module.down_proj(gate.mul_(module.up_proj(residual)))
+
+
+def logit_scale(model: Any) -> float:
+    """Returns the factor of all logits (Cohere, Granite); 1 in most models."""
+    inside = wrapped(model)
+    return float(getattr(inside, "logit_scale", 1.0)) / getattr(getattr(inside, "config", None), "logits_scaling", 1.0)
 
 
 def contribution_scale(block: Any) -> float:

@@ -33,6 +33,11 @@ def leaves_as_found(function: Function) -> Function:
         outer: tuple[tuple[Any, dict[Hashable, Any]], ...] = getattr(_watched, "models", ())
         if any(model is each for each, _ in outer):
             return function(*args, **kwargs)
+        if (layer := compat.fused_left_behind(model)) is not None:
+            raise ValueError(
+                f"the fused projection of layer {layer} has changed, but TransformerLens computes with the q, k and v "
+                "that it had split from it before: load the Hugging Face model anew"
+            )
         modules = [*compat.modules_of(model, compat.wrapped(model))]
         compat.wire_hooks(modules)
         restore, signals, failed = compat.remembered(model), _Signals(), True

@@ -209,6 +209,7 @@ class PatchEdges(_ByCopy):
         # pass.
         stream: dict[str, Tensor] = {}
         other: dict[str, Tensor] = {}
+        computing: list[str] = []  # the MLP of BLOOM fires its hooks also where it is computed anew
 
         def patched(site: tuple[Reading, int], activation: Tensor) -> Tensor:
             patched_edges = self.edges[copy, sites[site]].to(activation)
@@ -218,13 +219,17 @@ class PatchEdges(_ByCopy):
                 written = other[sender].to(change.device)
                 carried = patched_edges[:, :, columns[sender]].to(change.device)
                 change = change + torch.einsum("npsd,nrs->nprd", written, carried)
+            computing.append(site[0])
             new = residual_edges.read(*site, residual[:, :, None] + change).to(activation.device)
+            computing.clear()
             return new if site[0] in ("q", "k", "v") else new[:, :, 0]
 
         def change_at(name: str) -> Change:
             ending = [site for site in used if lands_at(graph, *site) == name]
 
             def change(activation: Tensor) -> Tensor | None:
+                if computing:
+                    return None
                 new = patched(ending[0], activation) if ending else None
                 output = activation if new is None else new
                 if name in read_at:

@@ -220,7 +220,7 @@ def _readout(
     norm = getattr(model, "ln_final", None)
     centred = str(model.cfg.normalization_type).startswith("LN")
     with compat.brought(getattr(model, "unembed", None), norm):
-        unembedding = model.W_U.detach().to(residual.device)
+        unembedding = model.W_U.detach().to(residual.device) * compat.logit_scale(model)
         scale, shift = compat.norm_weights(norm)
         bias, scale, shift = (
             None if weight is None else weight.detach().to(residual.device)

@@ -191,7 +191,7 @@ def resolve(prompts: Prompts, names: Sequence[str] | None) -> dict[str, tuple[Re
         for name, relation in prompts.relations.items()
         for suffix, measure in MEASURES.items()
     }
-    known = suffixed | {"sink": (sink, _mass), "entropy": (sink, _entropy)} | plain
+    known = suffixed | {"sink": (sink, _attention), "entropy": (sink, _entropy)} | plain
     if names is None:
         names = [name for name in (*plain, "lookup_mean", "sink", "entropy") if name in known]
     if unknown := [name for name in names if name not in known]:

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +30,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from align_circuits.checks import Tokenizer, checked
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
-from align_circuits.hooks.names import name_of
+from align_circuits.hooks.heads import shared_at
+from align_circuits.hooks.names import HEAD_SITES, Site, name_of
 from align_circuits.hooks.probes import evaluating
 from align_circuits.jobs.files import is_path
 from align_circuits.models.folder_checks import (
@@ -87,9 +89,9 @@ def load(
 ) -> Any:
     """Loads a decoder and returns it as a TransformerLens model.
 
-    Tested with TransformerLens 4 on Llama, Qwen2, Qwen3, Mistral, GPT-2 and GPT-NeoX, and with 3.9 on a grouped-query
-    `HookedTransformer`, which is returned unchanged: everything that reads and edits activations runs on it by the
-    reference engine. Weights are read from safetensors or GGUF, never from pickle, and no code of a folder
+    Tested with TransformerLens 4 on the architectures that docs/your-own-model.md lists, and with 3.9 on a
+    grouped-query `HookedTransformer`, which is returned unchanged: everything that reads and edits activations runs on
+    it by the reference engine. Weights are read from safetensors or GGUF, never from pickle, and no code of a folder
     runs. The network is used only for a name on the hub that is not a local folder.
 
     A GGUF file (of a Llama, Mistral, Qwen2, Qwen3 or GPT-2) is dequantized at every call. To load it faster, write it
@@ -130,6 +132,11 @@ def load(
             be used, or a device map does not fit.
     """
     name = source
+    if compat.is_compiled(source):
+        raise ValueError(
+            f"this {type(getattr(source, '_orig_mod', source)).__name__} is compiled (torch.compile), and compiled "
+            "code may pass hooks by: load the model as it is before torch.compile"
+        )
     if device_map is not None and device is not None:
         raise ValueError(f"device={str(device)!r} and a device_map: give one of them")
     for option, given in (("device_map", device_map), ("quantization", quantization)):
@@ -455,10 +462,12 @@ def _logits_of(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     try:
         with torch.no_grad(), evaluating(model):
             logits = [model(each[None]).logits[0] for each in (tokens, other)]
-    except RuntimeError as error:
+    except Exception as error:  # each architecture fails in its own way
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ValueError(f"Hugging Face cannot run this {type(model).__name__} itself: {_short(error)}") from error
+        raise ValueError(
+            f"Hugging Face cannot run this {type(model).__name__} itself: {_short(error)}{_types_in(model)}"
+        ) from error
     if _apart(*(each[:-1] for each in logits)) > _allowed(logits[0]):
         raise ValueError(
             f"a {type(model).__name__} is no decoder: its logits depend on tokens to come (a configuration with "
@@ -468,19 +477,51 @@ def _logits_of(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 def _check_same_logits(bridge: Any, tokens: Tensor, expected: Tensor) -> None:
-    """Raises unless a bridge computes what Hugging Face does.
+    """Raises unless a bridge computes what Hugging Face does, and shows the heads that there are.
 
     Raises:
-        ValueError: It does not: TransformerLens computes this architecture otherwise.
+        ValueError: It does not: TransformerLens computes this architecture otherwise, or cuts its heads at other places
+            (those of DeepSeek, whose queries and values have different widths).
     """
-    with torch.no_grad(), evaluating(bridge):
-        found = bridge(tokens[None])[0]
+    shapes: dict[tuple[Site, int], torch.Size] = {}
+
+    def note(activation: Tensor, hook: Any, place: tuple[Site, int]) -> None:  # noqa: ARG001 - its keyword
+        shapes[place] = activation.shape
+
+    places: list[tuple[Site, int]] = [
+        (site, layer) for layer in range(bridge.cfg.n_layers) for site in HEAD_SITES if site != "pattern"
+    ]
+    hooks = [(name_of(*place), partial(note, place=place)) for place in places if name_of(*place) in bridge.hook_dict]
+    try:
+        with torch.no_grad(), evaluating(bridge):
+            found = bridge.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(
+            f"TransformerLens cannot run this {bridge.cfg.architecture}: {_short(error)}"
+            f"{_types_in(bridge.original_model)}"
+        ) from error
     apart = _apart(found, expected)
     if apart > _allowed(expected):
         raise ValueError(
             f"TransformerLens computes other logits of this {bridge.cfg.architecture} than Hugging Face (up to "
             f"{apart:.2g} apart), so that no number of it could be trusted"
         )
+    for (site, layer), shape in shapes.items():
+        heads = bridge.cfg.n_heads // shared_at(bridge.cfg, site)
+        if shape[1:-1] != (len(tokens), heads):
+            raise ValueError(
+                f"TransformerLens shows {site!r} of layer {layer} in the shape {tuple(shape)} for {len(tokens)} tokens "
+                f"of this {bridge.cfg.architecture}, which has {heads} heads there, so that no number of a head could "
+                "be trusted"
+            )
+
+
+def _types_in(model: PreTrainedModel) -> str:
+    """What to add to an error where weights are of several types, which is then its cause."""
+    types = sorted({str(value.dtype) for value in model.parameters() if value.is_floating_point()})
+    return f"; its weights are of types {' and '.join(types)}: choose one by dtype=" if len(types) > 1 else ""
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
@@ -510,6 +551,17 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
     modules = dict(model.named_modules())
     if any(compat.without_bridge(module) is not module for module in modules.values()):
         raise ValueError("this Hugging Face model is already wrapped: give the TransformerLens model that wraps it")
+    if compiled := [name for name, module in modules.items() if compat.is_compiled(module)]:
+        raise ValueError(
+            f"{compiled[0]} is compiled (torch.compile), and compiled code may pass hooks by: load the model as it is "
+            "before torch.compile"
+        )
+    missing = [name for name, value in model.named_parameters() if value.is_meta]
+    if missing and not compat.is_spread(model):
+        raise ValueError(
+            f"{len(missing)} tensors are on the meta device, without numbers, the first is {missing[0]}: load the "
+            "weights first, by from_pretrained or to_empty and load_state_dict"
+        )
     if getattr(model.config, "scale_attn_weights", True) is False:
         raise ValueError(
             "scale_attn_weights=False: TransformerLens scales attention anyway, and its results would be wrong"
@@ -537,6 +589,7 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
         )
     if exact:
         _check_same_logits(bridge, tokens, expected)
+    compat.remember_fused(bridge)
     if tokenizer is not None:
         # TransformerLens's own set-up loads the tokenizer again by name and may add tokens; ids must not change.
         if tokenizer.pad_token is None:

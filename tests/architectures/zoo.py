@@ -6,27 +6,20 @@ from typing import Any
 import torch
 import transformers
 
-_SIZES = {
-    "vocab_size": 64,
+_TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SIZES = _TOKENS | {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
-_GPT2 = {
-    "vocab_size": 64,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_WIDE = _GROUPED | {"head_dim": 8}
+_GPT2 = _TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_WINDOW = {"sliding_window": 4}
+_GEMMA = _WIDE | _WINDOW | {"query_pre_attn_scalar": 8}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -35,151 +28,95 @@ _LONG_ROPE = {
     "long_factor": [4.0, 6.0, 8.0, 12.0],
     "original_max_position_embeddings": 12,
 }
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 _LONG = {"max_position_embeddings": 96, "rope_parameters": _LONG_ROPE}
-_WINDOW = {"sliding_window": 4}
-_GPT_NEO = {
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 4,
-    "max_position_embeddings": 64,
-    "attention_types": [[["global", "local"], 1]],
-    "window_size": 4,
-}
-_XGLM = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 64}
-_GRANITE = {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.4}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _rope(kind: str, **settings: float) -> dict[str, Any]:
+    return _GROUPED | {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **settings}}
+
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _GROUPED),
-    "llama-linear-rope": ("Llama", _GROUPED | {"rope_parameters": _LINEAR_ROPE}),
-    "llama-dynamic-rope": (
+    "llama-linear-rope": ("Llama", _rope("linear", factor=2.0)),
+    "llama-dynamic-rope": ("Llama", _rope("dynamic", factor=4.0)),
+    "llama-yarn-rope": ("Llama", _rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "llama-llama3-rope": (
         "Llama",
-        _GROUPED | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+        _rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
     ),
-    "llama-yarn-rope": (
-        "Llama",
-        _GROUPED
-        | {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }
-        },
-    ),
-    "llama-llama3-rope": ("Llama", _GROUPED | {"rope_parameters": _LLAMA3_ROPE}),
     "llama-long-rope": ("Llama", _GROUPED | _LONG),
+    "llama-multi-query": ("Llama", _SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-wide-heads": ("Llama", _GROUPED | {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", _GROUPED | _WINDOW),
-    "qwen2": ("Qwen2", _GROUPED),
-    "qwen3": ("Qwen3", _GROUPED | {"head_dim": 8}),
-    "gemma": ("Gemma", _GROUPED | {"head_dim": 8}),
-    "gemma2": ("Gemma2", _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
-    "gemma3": ("Gemma3", _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
+    "qwen2": ("Qwen2", _GROUPED | _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
+    "qwen2-moe": ("Qwen2Moe", _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "qwen3": ("Qwen3", _WIDE),
+    "qwen3-moe": ("Qwen3Moe", _WIDE | _EXPERTS),
+    "gemma": ("Gemma", _WIDE),
+    "gemma2": ("Gemma2", _GEMMA),
+    "gemma3": ("Gemma3", _GEMMA),
     "gpt2": ("GPT2", _GPT2),
+    "gpt-bigcode": ("GPTBigCode", _GPT2 | {"multi_query": True}),
     "gpt-neox": ("GPTNeoX", _SIZES),
     "gpt-neox-sequential": ("GPTNeoX", _SIZES | {"use_parallel_residual": False}),
     "gptj": ("GPTJ", _GPT2 | {"rotary_dim": 4}),
     "gpt-neo": (
         "GPTNeo",
-        {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "max_position_embeddings": 64,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 4,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        _TOKENS
+        | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+        | {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     ),
+    "gpt-oss": ("GptOss", _WIDE | _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "opt": ("OPT", _SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}),
     "xglm": (
         "XGLM",
-        {
-            "vocab_size": 64,
-            "d_model": 32,
-            "ffn_dim": 48,
-            "num_layers": 2,
-            "attention_heads": 4,
-            "max_position_embeddings": 64,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "init_std": 0.3,
-        },
+        _TOKENS
+        | {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 64}
+        | {"init_std": 0.3},
     ),
     "phi": ("Phi", _SIZES),
     "phi3": ("Phi3", _GROUPED),
-    "phi3-long-rope": (
-        "Phi3",
-        _GROUPED
-        | {"max_position_embeddings": 96, "original_max_position_embeddings": 12, "rope_parameters": _LONG_ROPE},
-    ),
+    "phi3-long-rope": ("Phi3", _GROUPED | _LONG | {"original_max_position_embeddings": 12}),
     "olmo": ("Olmo", _GROUPED),
     "olmo2": ("Olmo2", _GROUPED),
     "olmo3": ("Olmo3", _GROUPED | _WINDOW),
     "olmoe": ("Olmoe", _SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
     "mixtral": ("Mixtral", _GROUPED | {"num_local_experts": 4}),
-    "qwen3-moe": ("Qwen3Moe", _GROUPED | _EXPERTS | {"head_dim": 8}),
-    "gpt-oss": ("GptOss", _GROUPED | _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "cohere": ("Cohere", _GROUPED),
     "cohere-qk-norm": ("Cohere", _GROUPED | {"use_qk_norm": True}),
-    "cohere2": ("Cohere2", _GROUPED | _WINDOW),
+    "cohere2": ("Cohere2", _GROUPED | _WINDOW | {"logit_scale": 2.0}),
     "stablelm": ("StableLm", _GROUPED),
-    "stablelm-parallel": ("StableLm", _GROUPED | {"use_parallel_residual": True}),
+    "stablelm-parallel": ("StableLm", _GROUPED | {"use_parallel_residual": True, "qk_layernorm": True}),
     "falcon": ("Falcon", _SIZES | {"multi_query": True, "alibi": False}),
     "falcon-alibi": ("Falcon", _SIZES | {"multi_query": False, "alibi": True, "parallel_attn": False}),
+    "falcon-sequential": (
+        "Falcon",
+        _SIZES | {"multi_query": False, "alibi": False, "parallel_attn": False, "bias": True},
+    ),
     "falcon-40b": ("Falcon", _SIZES | {"num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False}),
-    "bloom": (
-        "Bloom",
-        {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-    "mpt": (
-        "Mpt",
-        {
-            "vocab_size": 64,
-            "d_model": 32,
-            "n_heads": 4,
-            "n_layers": 2,
-            "max_seq_len": 64,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
+    "bloom": ("Bloom", _TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "mpt": ("Mpt", _TOKENS | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
     "granite": (
         "Granite",
         _GROUPED
         | {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.4},
     ),
-    "glm": ("Glm", _GROUPED | {"head_dim": 8}),
-    "glm4": ("Glm4", _GROUPED | {"head_dim": 8}),
+    "glm": ("Glm", _WIDE),
+    "glm4": ("Glm4", _WIDE),
     "smollm3": ("SmolLM3", _GROUPED),
     "starcoder2": ("Starcoder2", _GROUPED),
     "nemotron": ("Nemotron", _GROUPED),
-    "exaone4": ("Exaone4", _GROUPED | {"sliding_window": 4, "sliding_window_pattern": 2}),
-    "hunyuan": ("HunYuanDenseV1", _GROUPED | {"head_dim": 8}),
+    "exaone4": ("Exaone4", _GROUPED | _WINDOW | {"sliding_window_pattern": 2}),
+    "hunyuan": ("HunYuanDenseV1", _WIDE),
+    "ernie4.5": ("Ernie4_5", _WIDE),
+    "apertus": ("Apertus", _GROUPED),
+    "deepseek-v3": (
+        "DeepseekV3",
+        _SIZES
+        | {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+        | {"num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 24},
+    ),
 }
 """The name of the class in transformers, without its ending, and the arguments of its configuration."""
 

@@ -136,11 +136,14 @@ class TestBesideLoops:
         np.testing.assert_allclose(found, exact, atol=0.02)  # 9,999 draws: four standard errors
         assert len(np.unique(found)) > 2 and found.min() >= 1 / (REDRAWS + 1)
 
-    def test_neither_batches_nor_company_change_them(self, model, prompts):
+    def test_neither_batches_nor_company_nor_precision_change_them(
+        self, model, prompts, random_hf_model, char_tokenizer
+    ):
         one = p_values(model, prompts, NAMES, seed=3)
-        batches = (ac.RunOptions(batch_size=1), ac.RunOptions("reference", batch_size=2))
-        for options in batches:
-            other = p_values(model, prompts, NAMES, seed=3, options=options)
+        wide = ac.load(random_hf_model("llama"), dtype=torch.float64, tokenizer=char_tokenizer)
+        batches = (ac.RunOptions(batch_size=1), ac.RunOptions("reference", batch_size=2), ac.RunOptions())
+        for runs, options in zip((model, model, wide), batches, strict=True):
+            other = p_values(runs, prompts, NAMES, seed=3, options=options)
             for name in NAMES:
                 np.testing.assert_allclose(other[name], one[name], atol=2e-3)
         for name in NAMES:

@@ -20,7 +20,10 @@ from align_circuits.models.protocol import HookedModel, check_fits, model_proven
 from align_circuits.prompts.prompts import vocabulary_hash
 from align_circuits.run.forward_pass import forward
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # inside peft 0.21
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),  # inside torch.compile
+]
 
 NAMES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"]
 TOKENS = torch.tensor([[2, 40, 14, 51, 40, 14], [2, 9, 33, 60, 5, 61]])
@@ -344,6 +347,62 @@ def test_nan_weights(random_hf_model):
     broken = random_hf_model("llama")
     broken.lm_head.weight.data[3, 4] = float("nan")
     refused(r"1 tensors of the weights have NaN, the first is lm_head\.weight", load, broken)
+
+
+def compiled(model):
+    model.model.layers[1].mlp = torch.compile(model.model.layers[1].mlp)
+
+
+def called(model):
+    model.compile()
+
+
+def replaced(model):
+    model.forward = torch.compile(model.forward)
+
+
+def without_numbers(model):
+    model.model.layers[1].mlp.to("meta")
+
+
+def of_two_types(model):
+    model.lm_head.double()
+
+
+def embedded_in_bf16(model):
+    model.model.embed_tokens.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (compiled, r"model\.layers\.1\.mlp is compiled \(torch\.compile\)"),
+        (called, "this LlamaForCausalLM is compiled"),
+        (replaced, "this LlamaForCausalLM is compiled"),
+        (without_numbers, r"3 tensors are on the meta device, .* model\.layers\.1\.mlp\.gate_proj\.weight"),
+        (of_two_types, r"Hugging Face cannot run .* of types torch\.float32 and torch\.float64: choose one by dtype="),
+        (embedded_in_bf16, r"TransformerLens cannot run .* of types torch\.bfloat16 and torch\.float32"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(random_hf_model, change, message):
+    broken = random_hf_model("llama")
+    change(broken)
+    start = time.process_time()
+    refused(message, load, broken)
+    assert time.process_time() - start < 1
+
+
+def test_compiled_models_are_refused_before_they_are_called(random_hf_model):
+    refused("this LlamaForCausalLM is compiled", load, torch.compile(random_hf_model("llama")))
+    refused("this TransformerBridge is compiled", load, torch.compile(load(random_hf_model("llama"))))
+
+
+@pytest.mark.parametrize("part", ["q_norm", "k_norm"])
+def test_types_that_mix_well_are_read(random_hf_model, part):
+    model = random_hf_model("qwen3")
+    for layer in model.model.layers:
+        getattr(layer.self_attn, part).bfloat16()
+    computes(load(model), logits(model))
 
 
 def test_nothing_touches_the_network(folders, monkeypatch):
