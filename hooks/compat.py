@@ -412,7 +412,7 @@ def settings_of(model: Any, *, persistent: bool = True) -> list[Any]:
 
 def _settings(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Those attributes that are settings: neither parts nor what running leaves behind."""
-    left_behind = {*_HOOKS, *_USUAL, *_LEFT_BEHIND}
+    left_behind = {"_buffers", *_HOOKS, *_USUAL, *_LEFT_BEHIND}
     return {name: value for name, value in attributes.items() if name not in left_behind and _is_setting(value)}
 
 
