@@ -18,6 +18,7 @@ import torch
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -438,7 +439,7 @@ runs."""
 
 
 def remembered(model: Any) -> Callable[..., None]:
-    """Returns a function that puts a model and the process back to where they are now; see `hooks.left_as_found`.
+    """Returns a function that puts a model, autograd and the generator back to where they are now.
 
     It takes `generator`, whether to put PyTorch's global generator back too. Hooks that were added go; one that removed
     itself meanwhile does not come back.
@@ -462,7 +463,6 @@ def remembered(model: Any) -> Callable[..., None]:
     unique = {id(each): each for module in modules for each in module["_parameters"].values() if each is not None}
     parameters = [(each, each.requires_grad, each.grad) for each in unique.values()]
     grad_enabled, generator_state = torch.is_grad_enabled(), torch.get_rng_state()
-    filters, filters_then = warnings.filters, list(warnings.filters)
 
     def restore(*, generator: bool) -> None:
         torch.set_grad_enabled(grad_enabled)
@@ -491,15 +491,33 @@ def remembered(model: Any) -> Callable[..., None]:
                 parameter.requires_grad_(requires_grad)
             if parameter.grad is not grad:
                 parameter.grad = grad
-        if warnings.filters is not filters or filters != filters_then:
-            warnings.filters = filters
-            filters[:] = filters_then
-            with warnings.catch_warnings():  # its end tells the interpreter that the filters have changed
-                pass
         if generator:
             torch.set_rng_state(generator_state)
 
     return restore
+
+
+def remembered_filters() -> Callable[[], None]:
+    """Returns a function that puts the filters of warnings back to what they are now."""
+    filters, then = warnings.filters, list(warnings.filters)
+
+    def restore() -> None:
+        if warnings.filters is not filters or filters != then:
+            warnings.filters = filters
+            filters[:] = then
+            with warnings.catch_warnings():  # its end tells the interpreter that the filters have changed
+                pass
+
+    return restore
+
+
+def parts_of(model: Any) -> Iterator[object]:
+    """Yields the modules of a model and of what it wraps, their parameters and configurations: what two may share."""
+    for module in modules_of(model, wrapped(model)):
+        yield module
+        yield from (part for part in vars(module)["_parameters"].values() if part is not None)
+        if hasattr(config := vars(module).get("config"), "__dict__"):
+            yield config
 
 
 def modules_of(*roots: Any) -> Iterator[nn.Module]:
@@ -642,8 +660,7 @@ def _is_split_otherwise(block: Any) -> bool:
     split, names = getattr(attention, "split_qkv_matrix", None), ("q", "k", "v")
     if split is None or not all(hasattr(attention, name) for name in names):
         return False
-    # TransformerLens makes the copies as new layers, whose first weights are drawn.
-    with brought(component(attention)), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with brought(component(attention)), torch.no_grad(), _Undrawn():
         for name, fused in zip(names, split(component(attention)), strict=True):
             own = component(getattr(attention, name))
             for part in ("weight", "bias"):
@@ -682,6 +699,18 @@ def fused_left_behind(bridge: Any) -> int | None:
         if now is not None and not torch.equal(sample.to(now), now) and _is_split_otherwise(block):
             return layer
     return None
+
+
+class _Undrawn(TorchFunctionMode):
+    """Makes layers without drawing their first weights, where TransformerLens makes new ones only to fill them.
+
+    The generator belongs to all threads: to draw and put it back would move what another draws meanwhile.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init" or func in (Tensor.uniform_, Tensor.normal_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def embed(bridge: Any, tokens: Tensor, positions: Tensor) -> Tensor:

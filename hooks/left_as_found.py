@@ -1,8 +1,10 @@
 """The promise of every function that runs a model: whatever happens, the model and the process are as it found them."""
 
+import os
 import signal
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -25,6 +27,8 @@ def leaves_as_found(function: Function) -> Function:
     autograd and the filters of warnings are what they were; after an exception also the state of the global generator.
     All code that changes them restores them itself; but an interrupt can fall into the middle of that. So they are
     written down here, and while they are restored no handler of a signal runs: it runs right after.
+
+    A call waits while another thread runs such a function on the same model, or on one that shares a module with it.
     """
 
     @wraps(function)
@@ -33,30 +37,37 @@ def leaves_as_found(function: Function) -> Function:
         outer: tuple[tuple[Any, dict[Hashable, Any]], ...] = getattr(_watched, "models", ())
         if any(model is each for each, _ in outer):
             return function(*args, **kwargs)
-        if (layer := compat.fused_left_behind(model)) is not None:
-            raise ValueError(
-                f"the fused projection of layer {layer} has changed, but TransformerLens computes with the q, k and v "
-                "that it had split from it before: load the Hugging Face model anew"
-            )
-        modules = [*compat.modules_of(model, compat.wrapped(model))]
-        compat.wire_hooks(modules)
-        restore, signals, failed = compat.remembered(model), _Signals(), True
+        signals, failed = _Signals(), True
         try:
-            _watched.models = (*outer, (model, {}))
             if not outer:
                 signals.hold()
-            try:
-                for rotary in compat.rotating_by_length(modules):
-                    compat.rotate_by_prompt(rotary)
-                signals.open = True
-                result = function(*args, **kwargs)
-                failed = False
-                return result
-            finally:
-                signals.open = False
+            with (
+                nullcontext() if outer else _filters_kept(),
+                one_thread_at_a_time(lambda: compat.parts_of(model), signals),
+            ):
+                if (layer := compat.fused_left_behind(model)) is not None:
+                    raise ValueError(
+                        f"the fused projection of layer {layer} has changed, but TransformerLens computes with the q, "
+                        "k and v that it had split from it before: load the Hugging Face model anew"
+                    )
+                modules = [*compat.modules_of(model, compat.wrapped(model))]
+                compat.wire_hooks(modules)
+                restore = compat.remembered(model)
+                try:
+                    try:
+                        _watched.models = (*outer, (model, {}))
+                        for rotary in compat.rotating_by_length(modules):
+                            compat.rotate_by_prompt(rotary)
+                        signals.open = True
+                        result = function(*args, **kwargs)
+                        failed = False
+                        return result
+                    finally:
+                        signals.open = False
+                finally:
+                    _watched.models = outer
+                    restore(generator=failed)
         finally:
-            _watched.models = outer
-            restore(generator=failed)
             signals.release()
 
     return cast(Function, wrapper)
@@ -117,3 +128,70 @@ class _Signals:
         self.open = False
         self._handlers[number](number, frame)
         self.open = True
+
+
+_turns = threading.Condition()
+_taken: dict[int, tuple[int, object]] = {}
+"""What threads work with now, by its address: the thread, and the thing itself, so that no other gets its address."""
+
+
+@contextmanager
+def one_thread_at_a_time(things: Callable[[], Iterable[object]], signals: _Signals | None = None) -> Iterator[None]:
+    """Waits until no other thread is in such a context with one of the same things, such as a module.
+
+    They are taken all at once, so two calls that share several cannot wait for each other. What one thread enters
+    within another such context it never waits for itself.
+    """
+    me = threading.get_ident()
+    with _turns:
+        before = {address for address, (thread, _) in _taken.items() if thread == me}
+        wanted = [*things()]
+        while any(_taken.get(id(thing), (me,))[0] != me for thing in wanted):
+            if signals is not None:
+                signals.open = True  # what waits can be interrupted
+            _turns.wait()
+            if signals is not None:
+                signals.open = False
+            wanted = [*things()]  # the other may have changed the model
+        _taken.update({id(thing): (me, thing) for thing in wanted})
+    try:
+        yield
+    finally:
+        with _turns:
+            for address in [key for key, (thread, _) in _taken.items() if thread == me and key not in before]:
+                del _taken[address]
+            _turns.notify_all()
+
+
+_filters_then: list[Callable[[], None]] = []
+"""Of each call that runs: what puts the filters of warnings back to where the first of them found them."""
+
+
+@contextmanager
+def _filters_kept() -> Iterator[None]:
+    """Puts the filters of warnings back once no call runs in any thread.
+
+    They belong to the process: of two calls side by side, one may find what the other has set for a moment.
+    """
+    with _turns:
+        restore = _filters_then[0] if _filters_then else compat.remembered_filters()
+        _filters_then.append(restore)
+    try:
+        yield
+    finally:
+        with _turns:
+            del _filters_then[-1:]
+            if not _filters_then:
+                restore()
+
+
+def _forget_other_threads() -> None:
+    """In a child process none of them runs."""
+    global _turns
+    _turns = threading.Condition()
+    _taken.clear()
+    _filters_then.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_other_threads)

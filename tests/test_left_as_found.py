@@ -1,13 +1,17 @@
 """Models and the process are after a verb as they were before it: after errors and interrupts, too."""
 
+import asyncio
 import inspect
 import os
 import signal
 import threading
 import warnings
+from contextlib import suppress
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from found import TASK, VERBS, WITHOUT_BLOCKS, changed, found, pair_of, with_a_callers_things
@@ -197,11 +201,87 @@ def in_another_thread(function: Any) -> None:
     thread.join()
 
 
-def test_in_other_threads_verbs_run_as_before(make, pair):
-    model, _ = make("fast")
-    done = []
-    in_another_thread(lambda: done.append(ac.evaluate(model, pair.clean)))
-    assert len(done) == 1
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_verbs_of_many_threads_on_one_model_return_what_each_returns_alone(make, pair):
+    """On another model beside it, too, and by asyncio; afterwards all is as before."""
+    models = [make("fast")[0], make("fast")[0]]
+    mixed = [(model, verb) for verb in ("attribute_heads", "ablate_heads", "score_heads") for model in models]
+    value = lambda model, verb: VERBS[verb](model, pair, ac.RunOptions()).frame["value"].to_numpy()  # noqa: E731
+    alone, before = [value(*each) for each in mixed], [found(model) for model in models]
+
+    async def at_once() -> list[Any]:
+        return await asyncio.gather(*(asyncio.to_thread(value, *each) for each in mixed * 3))
+
+    for one, other in zip(asyncio.run(at_once()), alone * 3, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not any(changed(then, found(model)) for then, model in zip(before, models, strict=True))
+    assert not left_as_found._taken
+
+
+@pytest.mark.parametrize("shared", ["model", "module", "configuration", "nothing"])
+def test_only_calls_on_models_that_share_something_wait_for_each_other(shared):
+    one, other = (torch.nn.Sequential(torch.nn.LayerNorm(1)) for _ in range(2))
+    if shared == "configuration":
+        one.config = other.config = SimpleNamespace()  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    other = {"model": one, "module": torch.nn.Sequential(one[0])}.get(shared, other)
+    within, together = [], threading.Barrier(2)
+
+    @left_as_found.leaves_as_found
+    def inner(model: Any) -> None:
+        within.append(model)
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.2)  # which two pass at once, or none
+
+    @left_as_found.leaves_as_found
+    def outer(model: Any) -> None:
+        inner(model)  # never waits for its own thread
+
+    threads = [threading.Thread(target=outer, args=(model,)) for model in (one, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(within) == 2 and together.broken == (shared != "nothing") and not left_as_found._taken
+
+
+def test_what_waits_for_another_thread_can_be_interrupted():
+    model, entered, done = torch.nn.LayerNorm(1), threading.Event(), threading.Event()
+
+    @left_as_found.leaves_as_found
+    def holds(_: torch.nn.Module, first: bool) -> None:
+        if first:
+            entered.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=holds, args=(model, True))
+    thread.start()
+    assert entered.wait(20)
+    timer = threading.Timer(0.1, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        holds(model, False)
+    done.set()
+    thread.join(20)
+    holds(model, False)
+    assert not left_as_found._taken
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_process_does_not_wait_for_threads_of_its_parent():
+    model, entered, done = torch.nn.LayerNorm(1), threading.Event(), threading.Event()
+    verb = left_as_found.leaves_as_found(lambda _, then: then())
+    thread = threading.Thread(target=verb, args=(model, lambda: (entered.set(), done.wait(20))))
+    thread.start()
+    assert entered.wait(20)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # ends a child that waits
+        verb(model, lambda: None)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    done.set()
+    thread.join(20)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -31,6 +31,7 @@ from align_circuits.checks import Tokenizer, checked
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.hooks.heads import shared_at
+from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.hooks.names import HEAD_SITES, Site, name_of
 from align_circuits.hooks.probes import evaluating
 from align_circuits.jobs.files import is_path
@@ -76,6 +77,7 @@ FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
 
 
 @checked
+@one_thread_at_a_time(lambda: [torch.default_generator])  # a load waits while another thread trains
 @torch.random.fork_rng(devices=[])  # some architectures draw weights before they read them
 def load(
     source: Any,

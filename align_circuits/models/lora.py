@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import why_not_fast
+from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import BUNDLED, is_gguf
 from align_circuits.models.quantization import keep_exact
@@ -127,7 +128,8 @@ def with_adapter(
         layers_to_transform=None if layers is None else list(layers),
     )
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+    alone = one_thread_at_a_time(lambda: [torch.default_generator])
+    with alone, torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
         torch.manual_seed(seed)
         return get_peft_model(model, lora)

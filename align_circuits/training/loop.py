@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from tqdm import tqdm
 
 from align_circuits.hooks import compat
+from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.jobs.checkpoints import Checkpoint, load_checkpoint, run_folder, save_checkpoint
 from align_circuits.jobs.identity import identity_of
 from align_circuits.training.muon import Muon
@@ -148,7 +149,7 @@ def train(
     A run that is killed at any moment and started again by the same call goes on from its last checkpoint. It ends with
     the same weights, optimiser state and log, bit for bit, as a run that was never killed: on the same machine,
     versions and number of threads, with kernels that are deterministic, and under `compile` only where all batches have
-    one shape.
+    one shape. Trainings in several threads wait for each other, since dropout draws from a generator of the process.
 
     Args:
         model: Its parameters that require a gradient are trained, on the device where they are.
@@ -178,7 +179,8 @@ def train(
     network = cast(nn.Module, torch.compile(model)) if config.compile else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
-    with ExitStack() as stack:
+    alone = one_thread_at_a_time(lambda: [*compat.parts_of(model), torch.default_generator])
+    with alone, ExitStack() as stack:
         first_step, log = 0, []
         loss_sum = grad_norm = math.nan  # at step 0 there is neither
         folder, settings = None, {}
