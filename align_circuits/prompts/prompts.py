@@ -25,7 +25,15 @@ from align_circuits.jobs.files import is_path, replacing
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.jsonl import places, read_jsonl
 from align_circuits.prompts.relations import IGNORE, Relation
-from align_circuits.prompts.texts import Place, TokenizedText, check_aligned, tokenize
+from align_circuits.prompts.texts import (
+    Place,
+    TokenizedText,
+    check_aligned,
+    in_characters,
+    joined,
+    text_of_token,
+    tokenize,
+)
 from align_circuits.prompts.token_html import Mark, draw_tokens
 
 TARGET_COLUMNS = ("prompt", "query_pos", "target_pos", "token", "phrase", "offset", "kind")
@@ -171,9 +179,9 @@ class Prompts:
         group, framed = prompt._rows_of(prompt.relations[relation]) if relation else prompt._alignment(aligned)
         lines: dict[int, list[Mark]] = {}
         first = 0 if examples is None else int(prompt.example.max()) - examples + 1
-        for pos, token in enumerate(prompt.tokens[0].tolist()):
+        for pos, text in enumerate(prompt.texts_at(0)):
             if prompt.mask[0, pos] and (line := max(0, int(prompt.example[0, pos]))) >= first:
-                lines.setdefault(line, []).append(Mark(self.string_of(token), group.get(pos), pos in framed))
+                lines.setdefault(line, []).append(Mark(text, group.get(pos), pos in framed))
         return draw_tokens(list(lines.values()))
 
     def _alignment(self, aligned: Mapping[str, Relation]) -> tuple[dict[int, int], set[int]]:
@@ -217,12 +225,19 @@ class Prompts:
     @property
     def text(self) -> list[str]:
         """Each prompt as text, without padding."""
-        return ["".join(row) for row in self.token_text]
+        rows = zip(self.tokens, self.mask, strict=True)
+        return [joined([self.string_of(token) for token in row[mask].tolist()]) for row, mask in rows]
 
     @property
     def token_text(self) -> list[list[str]]:
-        """The text of each real token of each prompt."""
-        return [list(map(self.string_of, row[mask].tolist())) for row, mask in zip(self.tokens, self.mask, strict=True)]
+        """The text of each real token of each prompt; of one that is part of a character, that character: `é⟨1/2⟩`."""
+        return [
+            [text for text, real in zip(self.texts_at(i), row, strict=True) if real] for i, row in enumerate(self.mask)
+        ]
+
+    def texts_at(self, row: int) -> list[str]:
+        """Returns the text at each position of a prompt, padding included."""
+        return in_characters(list(map(self.string_of, self.tokens[row].tolist())))
 
     @cached_property
     def digest(self) -> str:
@@ -751,4 +766,4 @@ def vocabulary_hash(tokenizer: Any) -> str:
 
 def text_of(tokenizer: Any, ids: Int[Tensor, " token"]) -> dict[int, str]:
     """Returns the text of each id."""
-    return {token: tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids.tolist()}
+    return {token: text_of_token(tokenizer, token) for token in ids.tolist()}

@@ -1,5 +1,6 @@
 """Texts as token ids: where an answer begins, where a word stands, and whether two texts are aligned token by token."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -175,3 +176,56 @@ def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, pla
     if not (tokens := [token for token, (start, end) in enumerate(offsets) if start <= last < end]):
         raise ValueError(f"positions[{name!r}]: no token of text {index} holds the end of {part!r}; take another part")
     return tokens[-1]  # a letter of several bytes may be several tokens
+
+
+_BYTE = re.compile("<0x([89A-F][0-9A-F])>")
+"""A byte that is no character by itself, as vocabularies with byte fallback write it."""
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED}
+_BYTE_OF |= {chr(0x100 + n): byte for n, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)}
+"""The letters that stand for bytes in byte-level vocabularies (Radford et al., 2019)."""
+
+
+def text_of_token(tokenizer: Any, token: int) -> str:
+    """Returns the text of a token; bytes that are only a part of a character as `<0xE4>`, not as "\ufffd"."""
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    if "\ufffd" in text:
+        spelled = tokenizer.convert_ids_to_tokens(token)
+        if _BYTE.fullmatch(spelled):
+            return spelled
+        if all(letter in _BYTE_OF for letter in spelled):
+            return _with_bytes(bytes(map(_BYTE_OF.__getitem__, spelled)))
+    return text
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Returns texts of successive tokens as one text, in which bytes are the characters that they make."""
+    text = "".join(texts)
+    return _with_bytes(_bytes_of(text)) if _BYTE.search(text) else text
+
+
+def in_characters(texts: Sequence[str]) -> list[str]:
+    """Returns texts of successive tokens in which each part of a character is that character, with its number.
+
+    >>> in_characters(["a", " <0xC3>", "<0xA9>", "<0xFF>"])
+    ['a', ' é⟨1/2⟩', 'é⟨2/2⟩', '<0xFF>']
+    """
+    if not any(map(_BYTE.search, texts)):
+        return list(texts)
+    token_of = [index for index, text in enumerate(texts) for _ in _bytes_of(text)]
+    shown, start = [""] * len(texts), 0
+    for letter in _bytes_of("".join(texts)).decode("utf-8", "surrogateescape"):
+        spelled = letter.encode("utf-8", "surrogateescape")
+        spelling = dict.fromkeys(token_of[start : (start := start + len(spelled))])
+        for part, index in enumerate(spelling, 1):
+            shown[index] += _with_bytes(spelled) + (f"⟨{part}/{len(spelling)}⟩" if len(spelling) > 1 else "")
+    return shown
+
+
+def _bytes_of(text: str) -> bytes:
+    return _BYTE.sub(lambda byte: chr(0xDC00 + int(byte[1], 16)), text).encode("utf-8", "surrogateescape")
+
+
+def _with_bytes(spelled: bytes) -> str:
+    text = spelled.decode("utf-8", "surrogateescape")
+    return re.sub("[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", text)

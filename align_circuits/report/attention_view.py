@@ -71,8 +71,7 @@ class AttentionView:
     @property
     def tokens(self) -> list[str]:
         """The texts of the tokens that are drawn; `EARLIER` first, if others were cropped."""
-        ids = self.prompt.tokens[0, self.start :].tolist()
-        texts = [readable(self.prompt.string_of(token)) for token in ids]
+        texts = [readable(text) for text in self.prompt.texts_at(0)[self.start :]]
         return [EARLIER, *texts] if self.cropped else texts
 
     @property
@@ -142,9 +141,9 @@ class AttentionView:
         query, keys = int(shown.query[row]), shown.keys_of(row)
         weights = self.rows[head][list(self.positions).index(query)].tolist()
         lines: dict[int, list[Mark]] = {}
+        texts = self.prompt.texts_at(0)
         for pos in self.prompt.mask[0].nonzero()[:, 0].tolist():
-            text = self.prompt.string_of(int(self.prompt.tokens[0, pos]))
-            mark = Mark(text, framed=pos in keys, weight=weights[pos], query=pos == query)
+            mark = Mark(texts[pos], framed=pos in keys, weight=weights[pos], query=pos == query)
             lines.setdefault(max(0, int(self.prompt.example[0, pos])), []).append(mark)
         kept = [line for line in lines.values() if any(mark.framed or mark.query or mark.shaded for mark in line)]
         share = sum(weights[key] for key in keys)

@@ -1,5 +1,6 @@
 """Prompts of one's own texts beside their tokenization, and what cannot be tokenized so is refused."""
 
+import re
 from typing import Any
 
 import jaxtyping
@@ -252,3 +253,27 @@ def test_what_a_tokenizer_adds_behind_a_text_or_twice_before_it_is_left_out():
     assert plain.positions["first"].tolist() == templated.positions["first"].tolist() == [1]
     ended = Prompts.from_texts(["a </s>"], tokenizer)
     assert ended.tokens.tolist() == [[0, 2, 1, 1]], "an end that stands in the text stays"
+
+
+@given(st.text(max_size=12))
+def test_characters_of_several_tokens_are_read_as_characters(byte_bpe_tokenizer, text):
+    """Each part is the character, numbered; without the numbers and repetitions the text is what it was."""
+    ids = byte_bpe_tokenizer("AB" + text, add_special_tokens=False)["input_ids"]
+    prompts = Prompts.from_tokens([ids], tokenizer=byte_bpe_tokenizer)
+    assert prompts.text == ["AB" + text]
+    parts = prompts.token_text[0]
+    assert len(parts) == len(ids)
+    if "⟨" not in text:
+        again = re.sub(r"⟨1/[2-4]⟩", "", re.sub(r"(?s).⟨[2-4]/[2-4]⟩", "", "".join(parts)))
+        assert again == "AB" + text
+
+
+def test_emoji_and_chinese_are_drawn_as_they_are(byte_bpe_tokenizer):
+    ids = byte_bpe_tokenizer("é 你🙂", add_special_tokens=False)["input_ids"]
+    prompts = Prompts.from_tokens([ids, ids[:-1] + ids[:1]], tokenizer=byte_bpe_tokenizer)
+    assert prompts.token_text[0] == [
+        *("é⟨1/2⟩", "é⟨2/2⟩", " ", "你⟨1/3⟩", "你⟨2/3⟩", "你⟨3/3⟩"),
+        *("🙂⟨1/4⟩", "🙂⟨2/4⟩", "🙂⟨3/4⟩", "🙂⟨4/4⟩"),
+    ]
+    assert prompts.text[1] == "é 你<0xF0><0x9F><0x99><0xC3>", "what makes no character stays bytes"
+    assert "你⟨2/3⟩" in prompts.to_html(0) and "\ufffd" not in prompts.to_html(1)

@@ -122,6 +122,6 @@ def _labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:
                 f"position {column} is not in these prompts of {length} tokens: give those that were patched"
             )
         has_token = column is not None and bool(prompts.mask[0, column])
-        token = readable(prompts.string_of(int(prompts.tokens[0, column]))) if has_token else ""
+        token = readable(prompts.texts_at(0)[column]) if has_token else ""
         labels.append(f"{position}: {token}" if isinstance(position, str) and token else token or str(position))
     return labels
