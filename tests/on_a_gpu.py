@@ -1,7 +1,7 @@
 """Verbs on a GPU say what they say on the CPU; `test_on_a_gpu.py` runs these on one that is pretended."""
 
 import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,13 @@ from align_circuits.heads.task_vector_effects import representations, steer, tas
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.models.protocol import device_of, parameters_of
-from align_circuits.papers.abrupt.grid import train_on_exemplars
+from align_circuits.papers.abrupt.figs_3_4_5_transition import trained_networks
+from align_circuits.papers.abrupt.grid import SMOKE, Grid, train_on_exemplars
 from align_circuits.papers.abrupt.interventions import attend_to_label, attend_to_previous
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
+from align_circuits.papers.recall.figures.gpt2_models import SMOKE as GPT2_SMOKE
+from align_circuits.papers.recall.figures.gpt2_models import model_of
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import Stage, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
@@ -390,8 +393,9 @@ def test_recall():
     groups = [DemonstrationsTask(WORLD, 2, (1, 3)).sample(4, seed) for seed in range(2)]
     logs, vectors, activations, steered = [], [], [], []
     for device in DEVICES:
-        net = without_dropout(small_gpt2(WORLD.d_vocab, 40, d_model=16)).to(device)
-        logs.append(train_stage(net, stage, probes={"facts": facts.sample(3, 1)}, progress=False).log)
+        net = without_dropout(small_gpt2(WORLD.d_vocab, 40, d_model=16))
+        logs.append(train_stage(net, stage, probes={"facts": facts.sample(3, 1)}, device=device, progress=False).log)
+        assert net.device.type == torch.device(device).type
         model = ac.load(net.eval())
         vectors.append(task_vectors(model, groups, 1))
         activations.append(representations(model, groups[0], ["blocks.1.hook_attn_out"])["blocks.1.hook_attn_out"])
@@ -401,6 +405,14 @@ def test_recall():
     pd.testing.assert_frame_equal(*logs, atol=1e-4, rtol=1e-4)
     for one, other in (vectors, activations, steered):
         alike(one, other, atol=1e-4)
+
+
+def test_studies_train_where_there_is_a_gpu(tmp_path):
+    """Reddy's (2024) with all that is measured in the networks, and recall's pretraining and finetuning."""
+    [ensemble] = Grid(SMOKE, [{"burst": 1}]).ensembles()
+    assert len(trained_networks(ensemble=ensemble, trained=str(tmp_path)))
+    model = model_of(asdict(GPT2_SMOKE), "icl", 0, tmp_path)
+    assert model.original_model.device.type == torch.device(DEVICES[1]).type
 
 
 @pytest.mark.parametrize("override", [attend_to_previous, attend_to_label, None], ids=["previous", "label", "free"])
@@ -414,11 +426,9 @@ def test_ensembles(override):
         net: Any = InductionHead(InductionHeadConfig(6, tasks[0].d_in, d_hidden=7), [0, 1])
         if override is not None:
             net = ExemplarNet(ExemplarNetConfig(6, tasks[0].d_in, d_head=5, d_hidden=7, init=0.5), [0, 1])
-        net = net.to(device)
         intervention = override and override(net, "all" if override is attend_to_previous else True)
-        worlds = Worlds(tasks, [0, 1], device=device)
-        how: Any = {"batch_size": 8, "probe": 16, "intervention": intervention, "progress": False}
-        found.append(train_on_exemplars(net, worlds, config, **how).frame)
+        how: Any = {"batch_size": 8, "probe": 16, "intervention": intervention, "device": device, "progress": False}
+        found.append(train_on_exemplars(net, Worlds(tasks, [0, 1]), config, **how).frame)
     alike(*found)
 
 

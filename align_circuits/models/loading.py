@@ -160,7 +160,7 @@ def load(
             )
         return source
     if isinstance(source, str | Path):
-        target = _device(device)  # an unknown device is refused before anything is downloaded
+        target = chosen_device(device)  # an unknown device is refused before anything is downloaded
         place = _place(source, revision, gguf_file)
         if quantization is not None and device_map is None:
             device_map = {"": "cpu" if target.type == "cpu" else target.index or 0}  # quantised on its way there
@@ -177,14 +177,19 @@ def load(
             "or a TransformerLens model"
         )
     if device is not None:
-        source = source.to(_device(device))  # pyright: ignore[reportArgumentType]
+        source = source.to(chosen_device(device))  # pyright: ignore[reportArgumentType]
     if dtype is not None:
         source = source.to(dtype)  # pyright: ignore[reportArgumentType]
     name = str(source.name_or_path or "model")
     return _bridge(source, _tokenizer(tokenizer, Path(name)), name)
 
 
-def _device(name: str | torch.device | None) -> torch.device:
+def chosen_device(name: str | torch.device | None) -> torch.device:
+    """Returns a device by its name, by default CUDA if available.
+
+    Raises:
+        ValueError: There is no such device.
+    """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:

@@ -13,6 +13,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.hooks.names import name_of
+from align_circuits.models.loading import chosen_device
 from align_circuits.papers.abrupt.grid import (
     CPU,
     PAPER,
@@ -69,10 +70,11 @@ def attention_on_the_way(size: Size, task: ExemplarTask, transition: float) -> l
     """Returns both layers' attention on one sequence of novel classes; of the second, the target's."""
     transition = size.steps if np.isnan(transition) else transition
     seed = size.first_seed
-    worlds = Worlds([task], [seed], torch.get_default_device())
+    device = chosen_device(None)
+    worlds = Worlds([task], [seed], device)
     found = []
     for stop in sorted({min(size.steps, round(share * transition)) for share in SHARES}):
-        net: Any = network(size, task, "network", [seed])  # alone it is the first member of the ensemble
+        net: Any = network(size, task, "network", [seed]).to(device)  # alone it is the first member of the ensemble
         if stop:
             train = replace(size.train, steps=stop, log_every=stop)
             train_on_exemplars(net, worlds, train, batch_size=size.batch_size, probe=size.probe, progress=False)

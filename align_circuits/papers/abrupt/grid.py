@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from align_circuits.models.loading import chosen_device
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS, Intervention
 from align_circuits.papers.abrupt.models import (
     STRENGTHS,
@@ -171,7 +172,7 @@ def training_curves(*, ensemble: Mapping[str, Any], trained: str) -> pd.DataFram
 def trained_ensemble(ensemble: Mapping[str, Any], trained: str) -> tuple[Ensemble, Worlds, Table]:
     """Returns an ensemble, its worlds and its curves; conditions outside, seeds inside; goes on where it was killed."""
     on_one_thread()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device(None)
     size = Size.from_json(ensemble["size"])
     tasks = [ExemplarTask(**task) for task in ensemble["tasks"] for _ in range(size.seeds)]
     seeds = [*range(size.first_seed, size.first_seed + size.seeds)] * len(ensemble["tasks"])
@@ -210,6 +211,7 @@ def train_on_exemplars(
     batch_size: int = 128,
     probe: int = 1000,
     intervention: Intervention | None = None,
+    device: str | torch.device | None = None,
     out: str | Path | None = None,
     recipe: Mapping[str, Any] | None = None,
     progress: bool = True,
@@ -226,6 +228,7 @@ def train_on_exemplars(
         batch_size: Sequences a step for each member.
         probe: Sequences of each kind on which every row of the log rests, the same at all steps (`Evaluation`).
         intervention: Under what the network trains and is measured.
+        device: Where to move the ensemble and train it; by default it stays where it is. Batches are made there.
         out: The folder for checkpoints and log; a killed run goes on.
         recipe: Whatever else defines the run, such as the name of the intervention.
         progress: Whether to draw a progress bar.
@@ -244,6 +247,8 @@ def train_on_exemplars(
             f"clip={config.clip}, optimizer={config.optimizer!r}: a norm over all members and Muon's matrices would "
             "tie them together; give clip=None, and 'sgd' or 'adamw'"
         )
+    net = net if device is None else net.to(chosen_device(device))
+    worlds = worlds.to(next(net.parameters()).device)
     evaluation = Evaluation.of(worlds, probe)
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Float[Tensor, ""]:

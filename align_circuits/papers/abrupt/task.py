@@ -238,6 +238,10 @@ class Worlds:
         """Returns one member alone."""
         return Worlds([self.tasks[index]], [self.seeds[index]], self._device, self._dtype)
 
+    def to(self, device: torch.device) -> "Worlds":
+        """Returns the same worlds with their batches on a device."""
+        return self if device == self._device else Worlds(self.tasks, self.seeds, device, self._dtype)
+
     def batch(self, step: int, n: int, kind: str = "train") -> Exemplars:
         """Draws `n` sequences for each member.
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from align_circuits.models.loading import load
+from align_circuits.models.loading import chosen_device, load
 from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, on_one_thread, training_folder
 from align_circuits.papers.recall.figures.studies import study
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
@@ -167,6 +167,7 @@ def pretrained(setup: GPT2Setup, seed: int, trained: str | Path) -> TrainRun:
         Stage(setup.facts(seed), setup.pretraining, setup.batch_size),
         probes={name: task.sample(setup.n_prompts, seed=seed) for name, task in probes.items()},
         seed=seed,
+        device=chosen_device(None),
         out=training_folder(trained, "recall-pt", asdict(setup), seed),
         progress=False,
     )
@@ -181,6 +182,7 @@ def finetuned(
         Stage(setup.demonstrations(seed, kind), setup.finetuning, setup.batch_size, predict),
         probes=setup.probes(seed),
         seed=seed,
+        device=chosen_device(None),
         out=training_folder(trained, f"recall-{kind}".replace(" ", "-"), asdict(_of_one_seed(setup)), seed, predict),
         progress=False,
     )

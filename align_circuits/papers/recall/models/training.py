@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from align_circuits.models.loading import chosen_device
 from align_circuits.papers.recall.metrics import recall_matches
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask, Predicted
@@ -42,6 +43,7 @@ def train_stage(
     *,
     probes: Mapping[str, Prompts] | None = None,
     seed: int = 0,
+    device: str | torch.device | None = None,
     out: str | Path | None = None,
     recipe: Mapping[str, Any] | None = None,
     progress: bool = True,
@@ -53,6 +55,7 @@ def train_stage(
         stage: The task and the schedule.
         probes: Prompts of tasks of the same world; the log gets `"<name>.<match>"` for each of `MATCHES`.
         seed: Of the batches.
+        device: Where to move the model and train it; by default it stays where it is.
         out: The folder for the log and the checkpoints.
         recipe: What else identifies this training, such as the model's provenance.
         progress: Whether to draw a progress bar.
@@ -67,7 +70,7 @@ def train_stage(
         }
 
     return train(
-        model,
+        model if device is None else model.to(chosen_device(device)),
         lambda _, batch_seed: stage.task.batch(batch_seed, stage.batch_size, stage.predict),
         next_token_loss,
         stage.train,
