@@ -16,20 +16,20 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (337, 300),
     "align_circuits/jobs": (1730, 1000),
-    "align_circuits/prompts": (1480, 1300),
+    "align_circuits/prompts": (1549, 1300),
     "align_circuits/tables": (1210, 1100),
     "align_circuits/tasks": (2331, 2100),
-    "align_circuits/models": (3229, 2400),
+    "align_circuits/models": (3238, 2400),
     "align_circuits/run": (1802, 1500),
     "align_circuits/heads": (3430, 2600),
     "align_circuits/circuits": (1254, 1100),
     "align_circuits/localizers": (528, 500),
-    "align_circuits/report": (1837, 1700),
-    "align_circuits/training": (1661, 1400),
+    "align_circuits/report": (1836, 1700),
+    "align_circuits/training": (1663, 1400),
     "align_circuits/cli": (2108, 1500),
-    "align_circuits/papers": (10667, 8500),
-    "hooks": (3608, 2600),
-    "tests": (29695, 20000),
+    "align_circuits/papers": (10683, 8500),
+    "hooks": (3715, 2600),
+    "tests": (29831, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
