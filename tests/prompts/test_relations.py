@@ -57,9 +57,9 @@ def test_each_relation_is_its_definition(name, tokens):
     assert by_query(prompts.relations[name]) == looped(tokens, DEFINITIONS[name])
 
 
-@pytest.mark.parametrize("unit", [2**20, 2**29, 2**40])
+@pytest.mark.parametrize("unit", [2**20, 2**27])
 def test_tokens_of_large_ids_repeat_where_they_are_equal(unit):
-    """At 2^29 an id and its position do not fit into 32 bits together."""
+    """At 2^27 the largest id and its position do not fit into 32 bits together."""
     tokens = [[unit, 0, 2 * unit, 1, unit, 1, 0], [0, 8 * unit, 0]]
     prompts = Prompts.from_tokens(tokens)
     for name in ("duplicate", "induction"):

@@ -121,7 +121,6 @@ def _labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:
             raise ValueError(
                 f"position {column} is not in these prompts of {length} tokens: give those that were patched"
             )
-        has_token = column is not None and bool(prompts.mask[0, column])
-        token = readable(prompts.texts_at(0)[column]) if has_token else ""
+        token = "" if column is None or not prompts.mask[0, column] else readable(prompts.texts_at(0)[int(column)])
         labels.append(f"{position}: {token}" if isinstance(position, str) and token else token or str(position))
     return labels
