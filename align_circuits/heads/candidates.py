@@ -13,7 +13,7 @@ from align_circuits.heads.renamed_tokens import redraws_tokens
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import Head
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.tables.intervals import benjamini_hochberg
+from align_circuits.tables.intervals import benjamini_hochberg, p_above_zero
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import Task
 
@@ -61,13 +61,51 @@ def attending_diffusely(
     return [candidate for candidate in wide if candidate not in enough]
 
 
+def causal_p_values(effects: Sequence[Table], signs: Sequence[int] = (1, 1)) -> dict[Head, float]:
+    """Returns the p-value of each head's effects on the targets' log-probability, each of which may be what matters.
+
+    Of no effect above 0, times the sign: the smallest of the one-sided p-values of the tables, times their number
+    (Bonferroni), at most 1.
+    """
+    smallest: dict[Head, float] = {}
+    for table, sign in zip(effects, signs, strict=True):
+        found = table.where(kind="all", metric="log_prob") if len(table) else table
+        if found.values is None or found.weights is None:  # of no head
+            continue
+        for head, p in zip(found.head_indices, p_above_zero(sign * found.values, found.weights), strict=True):
+            smallest[head] = min(smallest.get(head, 1.0), float(p))
+    return {head: min(1.0, len(effects) * p) for head, p in smallest.items()}
+
+
+def mattering(effects: Sequence[Table], needed: Thresholds, signs: Sequence[int] = (1, 1)) -> set[Head]:
+    """Returns the heads of which an effect on the targets' log-probability, times the sign, is large enough."""
+    heads: set[Head] = set()
+    for table, sign in zip(effects, signs, strict=True):
+        found = table.where(kind="all", metric="log_prob") if len(table) else table
+        enough = sign * found.frame["value"].to_numpy(dtype=float) >= needed.effect
+        heads |= {head for head, is_enough in zip(found.head_indices, enough, strict=True) if is_enough}
+    return heads
+
+
 def corrected(
-    p: Mapping[str, Float[ndarray, "layer head"]], families: Sequence[Sequence[Candidate]]
+    p: Mapping[str, Float[ndarray, "layer head"]],
+    families: Sequence[Sequence[Candidate]],
+    matters: Mapping[Head, float],
 ) -> dict[Candidate, float]:
-    """Returns the p-value of each candidate, corrected over its family (Benjamini and Hochberg)."""
+    """Returns the p-value of each candidate, corrected over its family (Benjamini and Hochberg, 1995).
+
+    A candidate must attend so beyond its positional bias and matter as well, so its p-value is the larger of the two
+    (the intersection-union test of Berger, 1982).
+
+    Args:
+        p: Of the attention in each role.
+        families: Candidates that are corrected together.
+        matters: The p-value of each candidate's effect.
+    """
     q: dict[Candidate, float] = {}
     for family in families:
-        q |= zip(family, benjamini_hochberg(np.array([p[role][head] for head, role in family])), strict=True)
+        both = np.array([max(float(p[role][head]), matters[head]) for head, role in family])
+        q |= zip(family, benjamini_hochberg(both), strict=True)
     return q
 
 

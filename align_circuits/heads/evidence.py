@@ -1,7 +1,8 @@
 """The second stage of `localize`: effects of single heads, interchange, and accuracy with sets of heads ablated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
-from align_circuits.heads.candidates import Candidate, corrected
+from align_circuits.heads.candidates import Candidate, causal_p_values, corrected
 from align_circuits.heads.control_sets import controls_of, first_enough, half_of_each, measured_beside
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import CONTROL_ROWS, Claim, Verdict, is_large, verdict_of
@@ -50,12 +51,18 @@ def evidence_table(
     control: Table | None,
     p: Mapping[str, Float[ndarray, "layer head"]],
     families: Sequence[Sequence[Candidate]],
+    mattered: Collection[Head],
     ablation_effects: Table,
     patching_effects: Table,
     provenance: Provenance,
 ) -> Table:
-    """Returns `Localization.table`: all evidence for each head in each role, p-values corrected in each family."""
-    q = corrected(p, families)
+    """Returns `Localization.table`: all evidence for each head in each role, p-values corrected in each family.
+
+    Those are tested that mattered on the prompts that chose; for the other candidates `"q"` is 1.
+    """
+    matters = causal_p_values((ablation_effects, patching_effects), signs=(-1, 1))
+    tests = [[candidate for candidate in family if candidate[0] in mattered] for family in families]
+    q = dict.fromkeys(chain(*families), 1.0) | corrected(p, tests, matters)
     no_interval = {"low": np.nan, "high": np.nan}
     frames = []
     for role in p:
@@ -66,6 +73,7 @@ def evidence_table(
         rows = {"score": scores.where(metric=role).heads().frame}
         rows |= {} if control is None else {"control": control.where(metric=role).heads().frame}
         rows |= {"attention": attention, "p": attention.assign(value=p_of_head, **no_interval)}
+        rows["causal_p"] = tested.assign(value=[matters[head] for head in candidates], **no_interval)
         rows["q"] = tested.assign(value=[q[head, role] for head in candidates], **no_interval)
         for metric, effects, sign in (("ablation", ablation_effects, -1), ("denoising", patching_effects, 1)):
             found: Any = effects.where(kind="all", metric="log_prob").frame if len(effects) else effects.frame

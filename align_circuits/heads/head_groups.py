@@ -9,7 +9,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.heads.candidates import attending, chance_of, corrected
+from align_circuits.heads.candidates import attending, causal_p_values, chance_of, corrected, mattering
 from align_circuits.heads.effects import effects_table
 from align_circuits.heads.permutation_tests import p_values
 from align_circuits.heads.renamed_tokens import redraws_tokens
@@ -49,13 +49,13 @@ class GroupMember:
 class GroupSearch:
     """Looks for the heads of a role in rounds, on the prompts that `localize` uses.
 
-    In each round heads are candidates that attend as the role requires, on the prompts that choose, while the members
-    found so far are ablated to their means (in the first round: in the intact model). A candidate joins if, on the
-    prompts that test, it still attends so, more than its positional bias explains (`permutation_tests`, corrected over
-    the round's candidates), and counts: with all members and candidates ablated, it alone brings something back; or,
-    with the members ablated, its own ablation costs something. The first finds heads that share a job, of which any one
-    can be missed; later rounds find backups, which take a role only once its heads are gone. Roles that are tested by
-    renaming tokens (`renamed_tokens`) have a first round only.
+    In each round heads are candidates that attend as the role requires and count, on the prompts that choose, while the
+    members found so far are ablated to their means (in the first round: in the intact model). A candidate joins if, on
+    the prompts that test, it still attends so, more than its positional bias explains (`permutation_tests`), and
+    counts: with all members and candidates ablated, it alone brings something back; or, with the members ablated, its
+    own ablation costs something. Both have one p-value, as for single heads, corrected over the round's candidates. The
+    first finds heads that share a job, of which any one can be missed; later rounds find backups, which take a role
+    only once its heads are gone. Roles that are tested by renaming tokens (`renamed_tokens`) have a first round only.
 
     Source: the backups of Wang et al. (2022), "Interpretability in the Wild", §3.4, and the self-repair of McGrath et
     al. (2023), "The Hydra Effect"; adding one head to an ablated group is the marginal contribution to the empty
@@ -87,11 +87,13 @@ class GroupSearch:
             candidates = sorted(({*self.attending(role, discovery, ablated)} - {*ablated}) | {*alone})
             if not candidates:
                 break
-            kept = self.significant(role, candidates, ablated) & self.attending(role, tested, ablated)
-            effects = self.effects(candidates, ablated)
+            effects = {prompts: self.effects(candidates, ablated, prompts) for prompts in self.scores}
+            mattered = mattering(effects[discovery], self.thresholds)
+            matters = {head: p for head, p in causal_p_values(effects[tested]).items() if head in mattered}
+            kept = self.significant(role, ablated, matters) & self.attending(role, tested, ablated)
             joined = {
                 head: GroupMember(head, number, effect, low, high, head in single)
-                for head, (effect, low, high) in effects.items()
+                for head, (effect, low, high) in _larger(effects[tested]).items()
                 if head in single or (head in kept and effect >= self.thresholds.effect and low > 0)
             }
             if not joined:
@@ -112,36 +114,46 @@ class GroupSearch:
             if found == role
         }
 
-    def significant(self, role: str, candidates: Sequence[Head], ablated: Sequence[Head]) -> set[Head]:
-        """Returns the candidates whose attention their positional bias does not explain, on the prompts that test."""
+    def significant(self, role: str, ablated: Sequence[Head], matters: Mapping[Head, float]) -> set[Head]:
+        """Returns the heads that attend so beyond their positional bias and matter, on the prompts that test.
+
+        Args:
+            role: The role.
+            ablated: The members found so far.
+            matters: The p-values of the effects of all that are tested.
+        """
         p, (_, tested) = self.p, self.scores
         if ablated:
             edits = self._ablating(ablated, tested)
             p = p_values(self.model, tested, [role], seed=self.seed, edits=edits, options=self.options)
-        q = corrected(p, [[(head, role) for head in candidates]])
+        q = corrected(p, [[(head, role) for head in matters]], matters)
         return {head for (head, _), value in q.items() if value <= self.thresholds.fdr}
 
-    def effects(self, candidates: Sequence[Head], ablated: Sequence[Head]) -> dict[Head, tuple[float, float, float]]:
-        """Returns what each candidate counts, with its interval: alone without the group, or beside the members."""
-        group, count, (_, tested) = [*ablated, *candidates], len(candidates), self.scores
+    def effects(self, candidates: Sequence[Head], ablated: Sequence[Head], prompts: Prompts) -> tuple[Table, Table]:
+        """Returns what each candidate brings back alone without the group, and what it costs beside the members."""
+        group, count = [*ablated, *candidates], len(candidates)
         without = [[other for other in group if other != head] for head in candidates]
         sets = [group, *without, list(ablated), *([*ablated, head] for head in candidates)]
-        targets = TargetMetrics.of(tested, ("log_prob",))
-        edit_sets = [self._ablating(heads, tested) for heads in sets]
+        targets = TargetMetrics.of(prompts, ("log_prob",))
+        edit_sets = [self._ablating(heads, prompts) for heads in sets]
         values, _ = targets.measure_edited(self.model, edit_sets, options=self.options)
         brought_back = values[:, 1 : count + 1] - values[:, :1]
         cost = values[:, count + 1 : count + 2] - values[:, count + 2 :]
         keys = pd.DataFrame(candidates, columns=["layer", "head"])
         every = {"all": np.full(len(targets.token), True)}
-        found = [
-            effects_table(keys, changes, targets, every, Provenance("group")).frame[["value", "low", "high"]]
-            for changes in (brought_back, cost)
-        ]
-        pairs = zip(*(frame.itertuples(index=False, name=None) for frame in found), strict=True)
-        return {head: max(pair, key=lambda effect: effect[0]) for head, pair in zip(candidates, pairs, strict=True)}
+        back, beside = (
+            effects_table(keys, changes, targets, every, Provenance("group")) for changes in (brought_back, cost)
+        )
+        return back, beside
 
     def _ablating(self, heads: Sequence[Head], prompts: Prompts) -> list[Edit]:
         if not heads:
             return []
         means = ablation_baseline(self.model, prompts, "mean", options=self.options)
         return [Ablate(heads, how="mean", baseline=means)]
+
+
+def _larger(effects: Sequence[Table]) -> dict[Head, tuple[float, float, float]]:
+    """The largest of each head's effects, with its interval."""
+    rows = (table.frame[["value", "low", "high"]].itertuples(index=False, name=None) for table in effects)
+    return {head: max(pair) for head, pair in zip(effects[0].head_indices, zip(*rows, strict=True), strict=True)}

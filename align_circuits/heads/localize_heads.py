@@ -10,7 +10,14 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.attention import attention_from
-from align_circuits.heads.candidates import attending, attending_diffusely, chance_of, confounded_roles, limits
+from align_circuits.heads.candidates import (
+    attending,
+    attending_diffusely,
+    chance_of,
+    confounded_roles,
+    limits,
+    mattering,
+)
 from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, smallest_sets
 from align_circuits.heads.head_groups import GroupSearch
 from align_circuits.heads.interchange_interventions import answers_differ, interchange_accuracy
@@ -26,6 +33,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.edited_runs import shared_runs
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task, first_half
 from align_circuits.tasks.task import Task
 
@@ -55,9 +63,14 @@ def localize(
     fresh prompts; every number that is returned comes from the other half. A head is named for a role if
 
     - it attends as the role requires (score, attention),
-    - more than its positional bias explains (`permutation_tests`, corrected over all candidates),
+    - more than its positional bias explains (`permutation_tests`),
     - and the model needs it (mean ablation), or it carries the answer (patching from clean prompts into corrupted
       ones: `task.pairs`).
+
+    The p-value of a candidate, a head in a role, is that it fails one of the last two: the larger of that of its
+    attention and twice the smaller one of its two effects. Corrected over all candidates (Benjamini and Hochberg, 1995)
+    it bounds the false discovery rate: the share of false names among all. Candidates attend as the role requires, and
+    have an effect, on the half that chooses.
 
     Then all named heads are ablated together, those of each role, and all heads but those named, beside as many other
     heads of the same layers and of similar scores.
@@ -121,12 +134,18 @@ def localize(
         diffuse = attending_diffusely(discovered, roles, thresholds, chance)
         heads = sorted({head for head, _ in [*candidates, *diffuse]})
 
+        def effects(prompts: Prompts, pair: Pair) -> tuple[Table, Table]:
+            ablation = ablate_heads(model, prompts, "mean", heads=heads, options=options)
+            return ablation, patch_heads(model, pair, heads=heads, options=options)
+
+        # Heads without an effect here would only weigh on the correction of the others.
+        mattered = mattering(effects(discovery, Pair(*task.pairs(discovery, seed))), thresholds, signs=(-1, 1))
+
         # Evidence for single heads, on the prompts that test, and the names that it gives.
         scores, p = score_and_test(model, tested, metrics, roles, seed=seed, options=options)
         other = task.control()
         control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
-        ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
-        patching_effects = patch_heads(model, pair, heads=heads, options=options)
+        ablation_effects, patching_effects = effects(tested, pair)
         settings = {
             "n": n,
             "seed": seed,
@@ -137,7 +156,7 @@ def localize(
         settings |= {"groups": True} if groups else {}
         provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
         families = [candidates, diffuse]
-        table = evidence_table(scores, control, p, families, ablation_effects, patching_effects, provenance)
+        table = evidence_table(scores, control, p, families, mattered, ablation_effects, patching_effects, provenance)
 
         confounded = confounded_roles(tested, roles)
         heads_by_role = named_heads(table, candidates, roles, thresholds, confounded, chance)

@@ -19,7 +19,8 @@ class Thresholds:
     """The least share of the attention that the head's best role explains: a lookup head also attends to some induction
     keys, which does not make it an induction head."""
     fdr: float = 0.05
-    """The highest false discovery rate (Benjamini and Hochberg) over all candidates, heads times roles."""
+    """The highest false discovery rate (Benjamini and Hochberg) over all candidates, heads times roles, of attention
+    that positional bias explains or a head that does not matter."""
     effect: float = 0.01
     """The least effect of mean ablation or of denoising, in nats of the targets' mean log-probability; its 95% interval
     must lie above 0."""

@@ -83,7 +83,8 @@ def _sections(localization: Localization) -> Iterator[Section]:
     rows, heads = sum(map(len, localization.heads_by_role.values())), len(localization.named_heads)
     table = re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
     whole = Markup("<details><summary>The whole result in words</summary><p>{}</p></details>")
-    yield _section("The heads", f"{table}{whole.format(localization.summary)}", heads=heads, rows=rows)
+    content = f"{table}{whole.format(localization.summary)}"
+    yield _section("The heads", content, heads=heads, rows=rows, limits=localization.thresholds)
     if localization.groups:
         yield _section("Heads that stand in for each other", groups_table(localization))
     yield _section("Accuracy without them", drawn["ablation"])

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
-from scipy.special import betaincinv, expit, logit, stdtrit
+from scipy.special import betaincinv, expit, logit, stdtr, stdtrit
 
 COVERAGE = 0.95
 """The coverage of every interval in the package."""
@@ -208,6 +208,29 @@ def ratio(
         shares = parts[-1:] / parts[-1].sum()
     errors = np.where(weights > 0, ratios[:, None] - without, 0) * _share_of_variance(wide[:1])
     return ratios, *_skewed_t(ratios, errors, shares, _jackknife(rows, wide)[1][:-1])
+
+
+def p_above_zero(values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:
+    """Returns the one-sided p-value of each row's mean over prompts: of no mean above 0 in the population.
+
+    The test that `mean_interval` inverts: p is at most .025 exactly where the lower end is above 0. Where all n prompts
+    agree there is no spread to judge by, and p is that of the sign test, 2^-n, if they lie above 0. 1 for a row with
+    weight in fewer than two prompts.
+
+    Args:
+        values: As for `mean_interval`.
+        weights: As for `mean_interval`.
+    """
+    mean, (errors, prompts) = weighted_mean(values, weights), _jackknife(values, weights)
+    error = np.linalg.norm(errors, axis=1)
+    spread = error > 1e-12 * np.abs(mean)  # but for rounding
+    t = np.divide(mean, error, out=np.zeros(len(mean)), where=spread)
+    relative = np.divide(errors, error[:, None], out=np.zeros(errors.shape), where=spread[:, None])
+    skew, pull = (relative**3).sum(1), (relative * _shares(weights)).sum(1)
+    bends = np.stack([skew, skew - 3 * pull])
+    p = stdtr(np.maximum(prompts - 1, 1), -(t + bends * t**2 / 3 + bends**2 * t**3 / 27 + skew / 6)).max(0)
+    alike = np.where(mean > 0, 0.5 ** (weights > 0).sum(1), 1.0)
+    return np.where(prompts > 1 + 1e-9, np.where(spread, p, alike), 1.0)
 
 
 def benjamini_hochberg(p: Float[ndarray, " test"]) -> Float[ndarray, " test"]:

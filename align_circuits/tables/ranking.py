@@ -6,7 +6,7 @@ from typing import Any, Literal
 End = Literal["highest", "lowest"]
 """The end of a metric where what matters most lies."""
 
-SMALL_IS_BEST = ("p", "q", "rank", "loss")
+SMALL_IS_BEST = ("p", "causal_p", "q", "rank", "loss")
 """Metrics that are best where they are small: p values, the rank of an answer, a loss."""
 
 LOSSES = ("ablate_heads", "ablate", "minimality")
@@ -18,7 +18,7 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
 
     | rows | what matters most lies |
     |---|---|
-    | p, q, rank, loss | lowest |
+    | p, causal_p, q, rank, loss | lowest |
     | the step of `emergence` | lowest: it emerged first |
     | effects of `ablate_heads`, of `minimality`, and of direction `"noise"` | lowest: worst damage |
     | the same, measured as `"kl"` from the intact prediction | highest: worst damage |

@@ -1,5 +1,6 @@
 """Evidence about heads and sets of heads: what is measured, and what a table says of it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,16 @@ def test_a_loss_is_minus_a_change_and_candidates_are_corrected_together():
     scores = table(*[(0, head, "all", metric, 0.9, 0.8, 1.0) for metric in metrics for head in range(3)])
     change = table((0, 1, "all", "log_prob", -0.5, -0.7, -0.2), (0, 2, "all", "log_prob", -0.1, -0.3, 0.1))
     gain = table((0, 1, "all", "log_prob", 0.4, 0.1, 0.6), (0, 2, "all", "log_prob", 0.0, -0.1, 0.2))
+    by_prompt = {"values": np.array([[-0.5, -0.4], [-0.1, 0.1]]), "weights": np.ones((2, 2))}
+    change, gain = (replace(effects, **by_prompt) for effects in (change, gain))
     p, family = {"lookup": np.array([[0.5, 0.01, 0.04]])}, [((0, 1), "lookup"), ((0, 2), "lookup")]
-    found = evidence_table(scores, None, p, [family], change, gain, Provenance("localize"))
+
+    def of_table(*mattered: Any) -> ac.Table:
+        return evidence_table(scores, None, p, [family], mattered, change, gain, Provenance("localize"))
+
+    of_one: Any = of_table((0, 1)).frame.set_index(["metric", "head"])["value"]
+    assert of_one["q", 1] == of_one["causal_p", 1] and of_one["q", 2] == 1, "one test alone needs no correction"
+    found = of_table((0, 1), (0, 2))
     keyed = found.frame.set_index(["metric", "head"])[["value", "low", "high"]]
     for metric, head, expected in (
         ("ablation", 1, (0.5, 0.2, 0.7)),
@@ -36,8 +45,10 @@ def test_a_loss_is_minus_a_change_and_candidates_are_corrected_together():
         ("denoising", 1, (0.4, 0.1, 0.6)),
         ("denoising", 2, (0.0, -0.1, 0.2)),
         ("p", 0, (0.5, np.nan, np.nan)),
-        ("q", 1, (0.02, np.nan, np.nan)),
-        ("q", 2, (0.04, np.nan, np.nan)),
+        ("causal_p", 1, (p_of_two := 2 * np.arctan(0.05 / 0.45) / np.pi, np.nan, np.nan)),
+        ("causal_p", 2, (1.0, np.nan, np.nan)),
+        ("q", 1, (2 * p_of_two, np.nan, np.nan)),
+        ("q", 2, (1.0, np.nan, np.nan)),
     ):
         assert keyed.loc[metric, head].tolist() == pytest.approx(expected, nan_ok=True), (metric, head)
     assert ("q", 0) not in keyed.index and ("control", 0) not in keyed.index

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import align_circuits as ac
@@ -13,6 +14,7 @@ from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.edits import Ablate
 from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
 from align_circuits.run.target_metrics import TargetMetrics
+from align_circuits.tables.tables import Provenance
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=3, alignment="permutation")
 
@@ -112,11 +114,17 @@ def test_heads_are_looked_for_in_few_rounds(monkeypatch, by_renaming, rounds):
         def attending(self, role, prompts, ablated):  # noqa: ARG002 - one interface
             return {*[(0, number) for number in range(9) if (0, number) not in ablated][:2]}
 
-        def significant(self, role, candidates, ablated):  # noqa: ARG002
-            return {head for head in candidates if head[1] != 1}
+        def significant(self, role, ablated, matters):  # noqa: ARG002
+            return {head for head in matters if head[1] != 1}
 
-        def effects(self, candidates, ablated):  # noqa: ARG002
-            return dict.fromkeys(candidates, (Search.effect, Search.low, 1.0))
+        def effects(self, candidates, ablated, prompts):  # noqa: ARG002
+            keys = pd.DataFrame(candidates, columns=["layer", "head"]).assign(
+                level="head", kind="all", metric="log_prob"
+            )
+            frame = keys.assign(value=Search.effect, low=Search.low, high=1.0, n=4)
+            changes = np.ones((len(candidates), 4))
+            table = ac.Table(frame, Provenance("group"), changes, changes)
+            return table, table
 
     halves: Any = {ac.Prompts.from_tokens([[1, token]]): None for token in (1, 2)}
     monkeypatch.setattr(head_groups, "redraws_tokens", lambda *_: by_renaming)

@@ -12,6 +12,7 @@ import align_circuits as ac
 from align_circuits.heads import localize_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.report import save_localization
+from align_circuits.tables.intervals import benjamini_hochberg
 from align_circuits.validation.localize_ground_truth import of_random
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
@@ -83,14 +84,20 @@ def test_the_table_holds_every_head_and_the_tests_of_candidates(circuit):
     heads = model.cfg.n_layers * model.cfg.n_heads
     for metric in ("score", "attention", "p", "control"):
         assert len(result.table.where(metric=metric)) == heads * len(ROLES)
+    keys = ["layer", "head", "role"]
+    of: Any = {name: part.set_index(keys)["value"] for name, part in result.table.frame.groupby("metric")}
+    mattered = of["q"] < 1  # on the prompts that choose
+    assert 0 < mattered.sum() < len(mattered)
+    both = np.maximum(of["p"][of["q"].index], of["causal_p"])[mattered].to_numpy(dtype=float)
+    assert of["q"][mattered].to_numpy() == pytest.approx(benjamini_hochberg(both))
     tested = result.table.where(metric="q").frame
     assert {("align_query", *result.heads("align_query")[0])} <= set(
         zip(tested["role"], tested["layer"], tested["head"], strict=True)
     )
     decoy = next(head for head, kind in model.kinds.items() if kind == "gold_without_output")
     rows = result.table.where(layer=decoy[0], head=decoy[1], role="align_query").frame.set_index("metric")["value"]
-    assert rows["score"] == 1
-    assert rows["q"] <= 0.05
+    assert rows["score"] == 1 and rows["p"] <= 0.05
+    assert rows["causal_p"] > 0.05 and rows["q"] == 1
     assert abs(rows["ablation"]) < 1e-6, "it looks like an aligner, and nothing depends on it"
     assert decoy not in result.named_heads
 

@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.special import stdtr
 
 import align_circuits as ac
-from align_circuits.heads.candidates import attending, attending_diffusely, corrected
+from align_circuits.heads.candidates import attending, attending_diffusely, causal_p_values, corrected
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict, diffuse_aligners, named_heads, verdict_of
 from align_circuits.tables.tables import Provenance
@@ -41,15 +42,35 @@ def test_candidates_attend_as_their_role_requires():
     assert attending(scores, roles, Thresholds(), {"lookup": 0.9}) == [((0, 0), "align_query")], "hardly above chance"
 
 
-def test_p_values_are_corrected_in_each_family():
-    p = {"lookup": np.array([[0.5, 0.01, 0.04]])}
+@pytest.mark.parametrize(("of_effects", "first"), [((0.5, 0.001, 0.0), 0.02), ((0.0, 0.03, 0.0), 0.04)])
+def test_p_values_are_corrected_in_each_family(of_effects, first):
+    """A candidate's is the larger one of its attention and its effects."""
+    p, matters = {"lookup": np.array([[0.5, 0.01, 0.04]])}, {(0, head): value for head, value in enumerate(of_effects)}
     families = [[((0, 1), "lookup"), ((0, 2), "lookup")], [((0, 0), "lookup")]]
-    assert corrected(p, families) == {
-        ((0, 1), "lookup"): pytest.approx(0.02),
+    assert corrected(p, families, matters) == {
+        ((0, 1), "lookup"): pytest.approx(first),
         ((0, 2), "lookup"): pytest.approx(0.04),
         ((0, 0), "lookup"): 0.5,
     }
-    assert corrected(p, [[], []]) == {}
+    assert corrected(p, [[], []], {}) == {}
+
+
+def test_a_head_matters_by_either_effect():
+    """Twice the smaller p-value, as `scipy` has it; at most 1."""
+    values = np.array([[1.0, 2.0, 4.0, 3.0], [0.1, -0.1, 0.2, -0.2]])
+    keys = pd.DataFrame({"level": "head", "layer": 0, "head": [0, 1], "kind": "all", "metric": "log_prob"})
+    loss, gain = (
+        ac.Table.from_prompts(keys, rows, np.ones((2, 4)), Provenance("patch_heads"), bounded=False)
+        for rows in (-values, values[::-1] / 10)
+    )
+    p = causal_p_values((loss, gain), signs=(-1, 1))
+    t = values[0].mean() / values[0].std(ddof=1) * 2  # no skew to correct for: these are symmetric but for the ends
+    assert p[0, 0] == pytest.approx(2 * float(stdtr(3, -t)), rel=0.3)
+    assert p[0, 1] == pytest.approx(p[0, 0]) and causal_p_values((loss,), signs=(-1,))[0, 1] > 0.4
+    assert causal_p_values((loss, gain))[0, 0] == 1.0, "neither is above 0"
+    assert (
+        causal_p_values([ac.Table(keys.iloc[:0].assign(value=[], low=[], high=[], n=[]), Provenance("x"))], [1]) == {}
+    )
 
 
 @pytest.mark.parametrize(
