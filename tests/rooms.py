@@ -17,11 +17,11 @@ ROOMS = {
     "align_circuits": (337, 300),
     "align_circuits/jobs": (1730, 1000),
     "align_circuits/prompts": (1549, 1300),
-    "align_circuits/tables": (1210, 1100),
+    "align_circuits/tables": (1233, 1100),
     "align_circuits/tasks": (2331, 2100),
     "align_circuits/models": (3238, 2400),
     "align_circuits/run": (1802, 1500),
-    "align_circuits/heads": (3430, 2600),
+    "align_circuits/heads": (3510, 2600),
     "align_circuits/circuits": (1254, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (1836, 1700),
@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (2108, 1500),
     "align_circuits/papers": (10683, 8500),
     "hooks": (3715, 2600),
-    "tests": (29831, 20000),
+    "tests": (29891, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
