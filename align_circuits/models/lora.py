@@ -113,7 +113,8 @@ def with_adapter(
             f"a {type(model).__name__} has no {missing[0]}_proj: only decoders with separate projections can be tuned, "
             "such as Llama, Qwen2, Qwen3 and Mistral"
         )
-    adapted: list[Any] = [module for name, module in model.named_modules() if name.rpartition(".")[2][:-5] in names]
+    projections = tuple(f"{name}_proj" for name in names)
+    adapted: list[Any] = [module for name, module in model.named_modules() if name.endswith(projections)]
     largest = max(max(module.in_features, module.out_features) for module in adapted)
     if r > largest:
         raise ValueError(

@@ -188,7 +188,7 @@ def test_refusals(llama, pair, noise):
         ({"fractions": (0.0,)}, r"fractions=\(0\.0,\): give shares"),
         ({"fractions": (0.5, 1.5)}, r"fractions=\(0\.5, 1\.5\): give shares"),
         ({"by": "size"}, "by='size': choose 'signed' or 'absolute'"),
-        ({"scores": replace(scores, frame=scores.frame[:5])}, "5 scores, but the model has 82 edges"),
+        ({"scores": replace(scores, frame=scores.frame[:5], values=None)}, "5 scores, but the model has 82 edges"),
         ({"heads": {"wrong": [(7, 0)]}}, "no head L7H0"),
         ({"scores": replace(scores, frame=scores.frame.iloc[[0, *range(81)]])}, "has two scores: give one an edge"),
         ({"scores": replace(scores, frame=scores.frame.assign(value=np.nan))}, "82 of 82 scores are NaN"),
