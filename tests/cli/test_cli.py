@@ -238,7 +238,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
         raise AssertionError("a socket was opened")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
-    arguments = ["--model", "planted", "--style", "standard", "--n", "8", "--x-len", "4", "--n-examples", "2"]
+    arguments = ["--model", "planted", "--style", "standard", "--n", "12", "--x-len", "4", "--n-examples", "2"]
     assert main(["localize", *arguments, "--n-controls", "1", "--out", str(tmp_path / "first")]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"align_query +L\dH\d 1\.00 \[0\.\d\d, 1\.00\] \(align_query\)", printed)
@@ -252,7 +252,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
 
 
 def test_localize_reports_heads_that_stand_in_for_each_other(tmp_path):
-    arguments = ["--n", "8", "--x-len", "3", "--n-examples", "2", "--n-controls", "0", "--groups"]
+    arguments = ["--n", "12", "--x-len", "3", "--n-examples", "2", "--n-controls", "0", "--groups"]
     assert main(["localize", "--model", "planted", *arguments, "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "Heads that stand in for each other" in page and "named alone" in page
@@ -389,7 +389,7 @@ def test_a_tokenizer_comes_from_another_folder(tmp_path, random_hf_model, char_t
     common = ["score", "--model", str(tmp_path / "model"), *SMALL, "--out", str(tmp_path / "run")]
     assert main(common) == 2
     assert "give --tokenizer, a folder that has it" in capsys.readouterr().err
-    assert main([*common, "--tokenizer", str(tmp_path / "tokenizer"), "--revision", "main"]) == 0
+    assert main([*common, "--tokenizer", str(tmp_path / "tokenizer")]) == 0
     assert Table.load(tmp_path / "run").provenance.settings["tokenizer"] == str(tmp_path / "tokenizer")
 
 
