@@ -7,7 +7,7 @@ alone; decoys that attend rightly and write noise. Counted are the models with a
 heads whose attention has no role, and the share of true heads that are named, also as without a correction for the
 causal test ("before").
 
-    python benchmarks/adversaries.py [--models 60] [--families NAME ...] [--quick] [--rows FOLDER] [--out FOLDER]
+    python benchmarks/adversaries.py [--models 60] [--families NAME ...] [--quick] [--rows FOLDER] [--out FILE]
 
 With `--rows` each family leaves its rows there, and is not measured again.
 """
@@ -35,7 +35,7 @@ from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
 from align_circuits.tables.intervals import benjamini_hochberg, binomial_interval, t_interval
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 from align_circuits.validation.circuits_in_trained_models import trained_task
 from align_circuits.validation.localize_ground_truth import FAMILIES as PROMPTS
 from align_circuits.validation.localize_ground_truth import random_model, random_task
@@ -262,6 +262,7 @@ FAMILIES: dict[str, Family] = {
     "recency, gold recent": Family(
         lambda seed: Case(attending(seed, 0.5, 0, 0, (0.05, 0.2, 1)[seed % 3]), some_task(seed, 0.7)), True
     ),
+    "own relation": Family(lambda seed: Case(attending(seed, (1, 2, 3)[seed % 3], 0, seed % 2), two_names(seed)), True),
     "frozen random attention": Family(frozen_attention, True),
     "silenced circuits": Family(silenced),
     "another alignment": Family(of_another_alignment),
@@ -348,7 +349,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--quick", action="store_true", help="one model of each family, and no training")
     parser.add_argument("--rows", type=Path, help="a folder for the rows of each family, which is then not run again")
-    parser.add_argument("--out", help="a folder for the table")
+    parser.add_argument("--out", type=Path, help="a CSV file to keep the table in")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     families = [name for name in arguments.families if not (arguments.quick and name == "trained")]
@@ -366,14 +367,10 @@ def main() -> None:
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(kept) as new:
                     new.write_text(json.dumps(models), encoding="utf-8")
-        found = pd.DataFrame(summary(family, models)).assign(level="model", family=family)
-        print(
-            found[["family", "role", "metric", "value", "low", "high", "n"]].round(3).to_string(index=False), flush=True
-        )
-        rows.append(found)
+        rows.append(pd.DataFrame({"family": family, **row} for row in summary(family, models)))
+        print(rows[-1].round(3).to_string(index=False), flush=True)
     if arguments.out:
-        settings = {"models": arguments.models, "families": families, "steps": STEPS}
-        Table(pd.concat(rows, ignore_index=True), Provenance("benchmark", settings=settings)).save(arguments.out)
+        pd.concat(rows, ignore_index=True).round(4).to_csv(arguments.out, index=False)
 
 
 if __name__ == "__main__":
