@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import os
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from importlib import metadata
@@ -305,11 +304,8 @@ def _is_installed(module: str | None) -> bool:
         return True
     found = sys.modules.get(top) or importlib.import_module(top)
     places = [str(found.__file__)] if getattr(found, "__file__", None) else [*map(str, getattr(found, "__path__", ()))]
-    roots = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    return bool(places) and all(
-        any(Path(place).is_relative_to(root) for root in roots) or "dist-packages" in Path(place).parts
-        for place in places
-    )
+    # Not only where this interpreter installs: an environment may read the packages of another one.
+    return bool(places) and all({"site-packages", "dist-packages"} & {*Path(place).parts} for place in places)
 
 
 @cache
