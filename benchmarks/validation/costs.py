@@ -268,9 +268,9 @@ def localize_work(
 ) -> Work:
     """Returns the work of `localize`, all of whose parts run on one half of the prompts.
 
-    That is: scores on either half and on the control task, and the permutation tests (4 runs); each candidate ablated,
-    and patched; sets of heads ablated, with their means; interchanges; and the prompts whose tokens are renamed. Sweeps
-    of the same prompts share one unedited run.
+    That is: scores on either half and on the control task, and the permutation tests (4 runs); each candidate ablated
+    and patched, on either half; sets of heads ablated, with their means; interchanges; and the prompts whose tokens are
+    renamed. Sweeps of the same prompts share one unedited run.
 
     Args:
         shape: Of the model.
@@ -283,7 +283,9 @@ def localize_work(
         renamed: Contexts whose tokens are renamed, to test duplicate and induction heads; 0 where neither is a role.
     """
     half = PromptSizes(sizes.prompts // 2, sizes.tokens, sizes.targets, sizes.changed)
-    ablated = ablate_work(shape, half, candidates) + edited_work(half, half.tokens, sets * above * shape.layers, sets)
-    patched = patch_work(shape, half, candidates + exchanged)
+    ablated = 2 * ablate_work(shape, half, candidates) + edited_work(
+        half, half.tokens, sets * above * shape.layers, sets
+    )
+    patched = patch_work(shape, half, candidates) + patch_work(shape, half, candidates + exchanged)
     named = score_work(shape, PromptSizes(renamed, sizes.tokens, 1)) if renamed else Work()
     return 4 * score_work(shape, half) + named + ablated + patched

@@ -79,6 +79,12 @@ def test_every_experiment_runs_at_smoke_scale(name, folder, runs, tmp_path, requ
     if name in SURE:
         SURE[name](table, checks)
     for check in checks:
+        if (
+            name == "icatune/unmask"
+            and "of those named after it" in check.claim
+            and not np.isfinite(check.measured.value)
+        ):
+            continue  # on so few prompts no head is named, and there is no share of those that were
         assert np.isfinite(check.measured.value)
         value, low, high = check.measured.value, check.measured.low, check.measured.high
         assert low <= value <= high or np.isnan([low, high]).all(), "what rests on one seed has no interval"

@@ -247,13 +247,14 @@ def test_localize_by_hand():
     work = localize_work(SHAPE, sizes, candidates=4, sets=8, exchanged=3, above=0.5, renamed=11)
     run, layer = 5 * 7 * 2, 5 * 7
     scored = 4 * run + 11 * 7 * 2
+    chosen = run + run + 4 / 2 * layer + run + 5 * 2 * 2 + 4 / 2 * 5 * 2  # candidates, on the half that chooses
     ablated = run + run + (4 / 2 + 8 * 0.5 * 2) * layer
     patched, alone = (run + 5 * 2 * 2 + heads / 2 * 5 * 2 for heads in (4 + 3, 4))
-    assert work.attention == scored + ablated + patched
-    assert work.logits == 5 * 5 * (4 + (1 + 1 + 4 + 8) + (1 + 4 + 3)) + 11
+    assert work.attention == scored + chosen + ablated + patched
+    assert work.logits == 5 * 5 * (4 + (1 + 1 + 4) + (1 + 4) + (1 + 1 + 4 + 8) + (1 + 4 + 3)) + 11
     assert work.products == _OF_A_ROW * 2 * 3 * 7 * (4 * 5 * 5 + 11)
     without = localize_work(SHAPE, sizes, 4, 8, above=0.5, renamed=0)
-    assert without.attention == 4 * run + ablated + alone, "nothing is exchanged or renamed"
+    assert without.attention == 4 * run + chosen + ablated + alone, "nothing is exchanged or renamed"
     renamed = renamed_tokens._QUERIES * renamed_tokens._NAMES
     assert localize_work(SHAPE, sizes, 4, 8) == localize_work(SHAPE, sizes, 4, 8, 0, 0.75, renamed)
 
