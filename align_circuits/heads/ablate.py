@@ -123,7 +123,8 @@ def ablation_baseline(
         options: Engine and batch size.
 
     Raises:
-        ValueError: An unknown kind or site, or prompts that cannot be resampled: a single one, or some of them padded.
+        ValueError: An unknown kind or site, a position that a single prompt has, or prompts that cannot be resampled: a
+            single one, or some of them padded.
     """
     if by is not None and how != "mean":
         raise ValueError(f"by={by!r} with how={how!r}: groups of tokens are for 'mean' alone; leave it out")
@@ -144,7 +145,14 @@ def ablation_baseline(
         raise ValueError("a pattern has no mean over tokens of a kind: resample it, set it to zero, or clamp it")
     # Within a call that ablates several times, such as `localize`, each mean is measured once.
     by = default_groups(prompts) if by is None else by
-    group = groups_of(prompts, by)
+    group, counted = groups_of(prompts, by), prompts.mask
+    if by != "position":  # where the answer is a group of its own, it weighs on no other
+        counted = counted & ~_unread(prompts)
+    if by != "kind" and (1 in group[counted].bincount()):
+        raise ValueError(
+            f"by={by!r}: a position occurs in a single one of the {len(prompts)} prompts, whose mean would be its own "
+            "activation: give more prompts, or by='kind'"
+        )
     measured_on = (prompts.digest, by, group.numpy().tobytes(), options.engine, options.batch_size)
     means: dict[str, Tensor] = once_a_call(model, ("means", *measured_on), dict)
     if missing := [name for name in names if name not in means]:
@@ -153,7 +161,7 @@ def ablation_baseline(
             identity |= {"model": model_identity(model), "options": options.identity}
         parts = SweepParts(options.cache_dir, "means for ablations", identity)
         # Kept like the sweep that they serve, which is another one where they differ in the last bit.
-        computes = {"means": lambda: (_means_by_group(model, prompts, group, missing, options).numpy(), "")}
+        computes = {"means": lambda: (_means_by_group(model, prompts, group, counted, missing, options).numpy(), "")}
         ((_, values, _),) = parts.measure(computes)
         means |= {name: torch.from_numpy(value) for name, value in zip(missing, values, strict=True)}
     return AblationBaseline(means={name: means[name] for name in names}, by=by)
@@ -168,10 +176,15 @@ def _check_resampling(prompts: Prompts) -> None:
 
 
 def _means_by_group(
-    model: HookedModel, prompts: Prompts, group: Int[Tensor, "prompt pos"], names: Sequence[str], options: RunOptions
+    model: HookedModel,
+    prompts: Prompts,
+    group: Int[Tensor, "prompt pos"],
+    counted: Bool[Tensor, "prompt pos"],
+    names: Sequence[str],
+    options: RunOptions,
 ) -> Float[Tensor, "hook group ..."]:
-    """The mean activation at each hook point of each group of tokens."""
-    count, counted = int(group.max()) + 1, prompts.mask & ~_unread(prompts)
+    """The mean activation at each hook point of the counted tokens of each group."""
+    count = int(group.max()) + 1
     sums: dict[str, Tensor] = {}
     seen = {name: torch.zeros(len(prompts), dtype=torch.bool) for name in names}
 

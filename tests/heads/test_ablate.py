@@ -71,13 +71,15 @@ def test_equals_a_loop(models, name, prompts, how, char_tokenizer):
         assert {v for (*_, metric), v in expected.items() if metric == "accuracy"} != {0.0}
 
 
+@pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("by", [None, "position", "kind", ("second",)])
-def test_means_over_own_texts_equal_a_loop(models, char_tokenizer, by):
+def test_means_over_own_texts_equal_a_loop(models, char_tokenizer, by, engine):
     model, texts = models["llama"], ["abcd:", "bcda:", "acbd:", "dcba:", "abdc:", "cdab:", "badc:", "cadb:"]
     at = {"second": [1, 1, 1, 1, 1, 1, 1, 2 if by == "kind" else 1]}  # named there, they are not aligned
     prompts = Prompts.from_texts(texts, char_tokenizer, answer=[text[1] for text in texts], positions=at)
     assert default_groups(prompts) == ("kind" if by == "kind" else "position") and default_groups(prompts[:7]) == "kind"
-    table = ablate_heads(model, prompts, by=None if by == "kind" else by)
+    options = ac.RunOptions(engine=engine)
+    table = ablate_heads(model, prompts, by=None if by == "kind" else by, options=options)
     expected = looped(model, prompts, "mean", prompts, by or "position")
     value = table.frame.set_index(["layer", "head", "kind", "metric"])["value"].to_dict()
     assert {key: value[key] for key in value if key[2] == "all"} == pytest.approx(
@@ -161,9 +163,11 @@ def test_refusals(llama, prompts, char_tokenizer):
             "tokens of a kind that the reference prompts lack",
         ),
         (
-            lambda: ablate_heads(llama, prompts, baseline=Prompts.from_tokens([[1, 2, 3]]), by="position"),
+            lambda: ablate_heads(llama, prompts, baseline=Prompts.from_tokens([[1, 2, 3]] * 2), by="position"),
             "tokens at a position that the reference prompts lack",
         ),
+        (lambda: ablate_heads(llama, prompts[:1], by="position"), "a position occurs in a single one of the 1 prompts"),
+        (lambda: ablation_baseline(llama, padded, by="position"), "a position occurs in a single one of the 2 prompts"),
         (lambda: ablate_heads(llama, prompts, "zero", by="kind"), "groups of tokens are for 'mean' alone"),
     ]:
         with pytest.raises(ValueError, match=message):
