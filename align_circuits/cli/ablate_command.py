@@ -13,7 +13,8 @@ class Ablate(EffectVerb):
     """Ablates every head alone with `ablate_heads`."""
 
     how: Literal["mean", "resample", "zero"] = "mean"
-    """"mean" over tokens of the same kind, "resample" from another prompt, or "zero"."""
+    """"mean" over tokens of the same kind, or of aligned texts over those at one position; "resample" from another
+    prompt; or "zero"."""
     metric: EffectMetric = "log_prob"
     screen: float | None = None
     """Of all heads only this share, such as .25, is ablated: those whose effect is largest as a gradient estimates it.
@@ -23,6 +24,8 @@ class Ablate(EffectVerb):
         """Measures and writes."""
         model, prompts, _ = self.prepare()
         table = ablate_heads(model, prompts, self.how, metrics=(self.metric,), screen=self.screen, options=self.options)
+        over = {"kind": "over tokens of one kind", "position": "over one position"}
+        how = f"mean {over[table.provenance.settings['by']]}" if self.how == "mean" else self.how
         self.write(
             results,
             table,
@@ -30,6 +33,6 @@ class Ablate(EffectVerb):
             self.metric,
             how=f"{len(prompts)} prompts, {self.how} ablation, change of {self.metric}",
             title=f"Heads of {self.model} ablated",
-            what=f"Change of {self.metric} when one head is ablated ({self.how})",
+            what=f"Change of {self.metric} when one head is ablated ({how})",
             but="A head whose work others take over shows no change: ablate such heads together.",
         )

@@ -27,7 +27,7 @@ def explore(
     Choose a prompt, a relation, one of its queries and a head; tick heads to ablate them and see the answers change.
     Works in Jupyter, VS Code and marimo; a page without a kernel shows the first view. Every choice can be made from
     Python as well: `explorer.prompt`, `relation`, `row`, `head` and `ablated` are its traits. Heads are ablated to
-    their mean over tokens of the same kind in all of the prompts. Needs `align-circuits[notebook]`.
+    their mean over like tokens of all of the prompts (`ablation_baseline`). Needs `align-circuits[notebook]`.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.

@@ -40,7 +40,7 @@ class Explorer(AnyWidget):
     head: Any = traitlets.Any("").tag(sync=True)
     """The head whose attention is drawn, such as `"L2H3"`."""
     ablated: Any = traitlets.List().tag(sync=True)
-    """The heads that are ablated together, to their mean over tokens of the same kind in all of the prompts."""
+    """The heads that are ablated together, to their mean over like tokens (`ablation_baseline`)."""
     choices: Any = traitlets.Dict(read_only=True).tag(sync=True)
     """What can be chosen: the number of prompts, the relations, the rows of the chosen one, the heads."""
     shown: Any = traitlets.Unicode(read_only=True).tag(sync=True)
