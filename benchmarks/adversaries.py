@@ -184,9 +184,9 @@ def of_another_alignment(seed: int) -> Case:
 
 
 def with_noise(seed: int) -> Case:
-    """A circuit of which every head, decoys too, writes noise; groups are looked for as well."""
+    """A circuit of which every head, decoys too, writes noise; redundant heads are looked for as well."""
     model = circuit(seed, noise=0.006)
-    return Case(model, model.task, model.roles, {"n": 24, "groups": True})
+    return Case(model, model.task, model.roles, {"n": 24, "redundant": True})
 
 
 def full_strength(seed: int) -> Case:
@@ -196,9 +196,9 @@ def full_strength(seed: int) -> Case:
 
 
 def split_roles(seed: int) -> Case:
-    """A circuit in which two heads share each role, found as groups."""
+    """A circuit in which two heads share each role, found as redundant."""
     model = circuit(seed, n_heads=8, copies=dict.fromkeys(("previous", "align_query", "align_key", "lookup"), 2))
-    return Case(model, model.task, model.roles, {"groups": True})
+    return Case(model, model.task, model.roles, {"redundant": True})
 
 
 def solved_by_mlp(seed: int) -> Case:
@@ -304,7 +304,7 @@ def measured(family: str, seed: int) -> dict[str, Any]:
     names = {
         "named": {(head, role) for role, heads in found.heads_by_role.items() for head in heads},
         "before": uncorrected(found),
-        "grouped": {(member.head, role) for role, members in found.groups.items() for member in members},
+        "grouped": {(member.head, role) for role, members in found.redundant.items() for member in members},
     }
     frame: Any = found.table.where(metric="p").frame
     return {

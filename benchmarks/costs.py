@@ -122,10 +122,10 @@ def localized(model: Any, n: int) -> Case:
     found = ac.localize(model, TASK, n=n)
     prompts = TASK.sample(n, model.tokenizer, references=False)
     sizes = replace(sizes_of(ac.Pair(*TASK.pairs(prompts[n // 2 :], 0))), prompts=n)
-    whole = found.evidence.group_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
+    whole = found.evidence.set_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
     controls = [draws for verdict in found.verdicts if verdict.role for draws in verdict.controls.values()]
     drawn = sum(math.isfinite(accuracy) for draws in controls for accuracy in draws)
-    sets = found.evidence.group_ablations.where(kind="all").frame["n"].sum() / whole + drawn / 2
+    sets = found.evidence.set_ablations.where(kind="all").frame["n"].sum() / whole + drawn / 2
     candidates = len(found.evidence.ablation_effects.frame[["layer", "head"]].drop_duplicates())
     exchanged = 0 if found.evidence.interchanges is None else len(found.evidence.interchanges.frame) // 2
     work = localize_work(ModelShape.of(model), sizes, candidates, sets, exchanged)

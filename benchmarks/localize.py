@@ -55,7 +55,7 @@ if __name__ == "__main__":
     print(
         ", ".join(
             f"{name}: {getattr(found.evidence, name).provenance.engine}"
-            for name in ("patching_effects", "ablation_effects", "group_ablations")
+            for name in ("patching_effects", "ablation_effects", "set_ablations")
         )
     )
     print(found.summary)

@@ -73,7 +73,7 @@ RUNS = {
 """Experiments of all three papers that take at most two minutes each at the cpu scale, by their names in the file."""
 
 
-PARTS = {"effects": "patching_effects", "damage": "ablation_effects", "verdict": "group_ablations"}
+PARTS = {"effects": "patching_effects", "damage": "ablation_effects", "verdict": "set_ablations"}
 """The tables of `localize`, by their names in the file of numbers."""
 
 

@@ -50,7 +50,7 @@ for head in (found.heads("align_query")[0], decoy):
 # The named heads are ablated together, to their mean output at tokens of the same kind, beside as many random heads of the same layers:
 
 # %%
-ac.plots.ablation(found.evidence.group_ablations, "First and later tokens with heads ablated")
+ac.plots.ablation(found.evidence.set_ablations, "First and later tokens with heads ablated")
 
 # %% [markdown]
 # `ac.report.save_localization(found, "runs/first")` writes all of it, with a report that opens anywhere. What a named head
@@ -71,7 +71,7 @@ trained = ac.localize(llama, ac.Seq2SeqTask(style="pre-aligned", n_examples=8), 
 print(trained.summary)
 
 # %%
-ac.plots.ablation(trained.evidence.group_ablations, "toy-llama, pre-aligned prompts")
+ac.plots.ablation(trained.evidence.set_ablations, "toy-llama, pre-aligned prompts")
 
 # %% [markdown]
 # One lookup head alone matters little, since others do the same work: the effects of single heads do not add up to the effect of the set. Read both.

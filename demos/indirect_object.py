@@ -92,7 +92,7 @@ for head in best + control:
 # How often a run with these heads' outputs from the other prompt gives the other prompt's answer.
 
 # %%
-ac.interchange_accuracy(model, pair, heads=best[:1], groups={"best": best, "random": control})
+ac.interchange_accuracy(model, pair, heads=best[:1], sets={"best": best, "random": control})
 
 # %% [markdown]
 # ## Where it lies

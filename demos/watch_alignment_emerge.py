@@ -93,7 +93,7 @@ found = ac.localize(after, task, n=32, seed=1, n_controls=4)
 print(found.summary)
 
 # %%
-ac.plots.ablation(found.evidence.group_ablations, "The tuned model with heads ablated")
+ac.plots.ablation(found.evidence.set_ablations, "The tuned model with heads ablated")
 
 # %%
 shown = [*found.heads("align_query")[:2], *found.heads("lookup")[:2]] or [(0, 0)]

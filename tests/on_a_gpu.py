@@ -296,7 +296,7 @@ def test_localization(tmp_path):
     # An effect of 0 is one of rounding elsewhere, whose p-value may be any.
     told = {*here.table.frame["metric"]} - {"causal_p"}
     alike(here.table.where(metric=told), there.table.where(metric=told))
-    alike(here.evidence.group_ablations, there.evidence.group_ablations)
+    alike(here.evidence.set_ablations, there.evidence.set_ablations)
     assert save_localization(there, tmp_path).is_file()
 
 

@@ -184,7 +184,7 @@ def test_localize(models):
     hooked, bridge = models
     ours, theirs = (ac.localize(model, TASK, n=16, seed=1, n_controls=2) for model in (hooked, bridge))
     assert ours.heads_by_role == theirs.heads_by_role
-    for name in ("patching_effects", "ablation_effects", "group_ablations", "table"):
+    for name in ("patching_effects", "ablation_effects", "set_ablations", "table"):
         left, right = (getattr(result if name == "table" else result.evidence, name).frame for result in (ours, theirs))
         assert left["value"].to_numpy(dtype=float) == pytest.approx(
             right["value"].to_numpy(dtype=float), abs=2e-5, nan_ok=True

@@ -206,7 +206,7 @@ class World:
             "patch_sites": (ac.patch_sites, {"model": model, "pair": pair, "options": options}),
             "interchange_accuracy": (
                 ac.interchange_accuracy,
-                {"model": model, "pair": pair, "heads": heads, "groups": {"two": heads}},
+                {"model": model, "pair": pair, "heads": heads, "sets": {"two": heads}},
             ),
             "localize": (ac.localize, {"model": model, "task": self.task, "n": 8, "seed": 0, "n_controls": 1}),
             "attribute_heads": (

@@ -17,7 +17,7 @@ LATEST = "latest"
 
 RESULTS = (
     *("table.csv", "table.csv.xz", "values.safetensors", "report.html"),
-    *("patching_effects", "ablation_effects", "group_ablations", "interchanges", "heads", "over_seeds"),
+    *("patching_effects", "ablation_effects", "set_ablations", "interchanges", "heads", "over_seeds"),
 )
 """What an earlier run may have left beside its provenance: it goes when another run replaces that run's results."""
 

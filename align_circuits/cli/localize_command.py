@@ -21,7 +21,7 @@ class Localize(SweepVerb):
     set of heads can be called necessary or sufficient."""
     minimal_sets: bool = False
     """Whether the smallest necessary and sufficient sets are looked for, which takes several times as long."""
-    groups: bool = False
+    redundant: bool = False
     """Whether heads are looked for that stand in for each other, which takes up to three times as long."""
 
     def measure(self, results: Results) -> None:
@@ -38,7 +38,7 @@ class Localize(SweepVerb):
         asked: Any = {
             "n_controls": self.n_controls,
             "minimal_sets": self.minimal_sets,
-            "groups": self.groups,
+            "redundant": self.redundant,
             "options": self.options,
         }
         if self.prompts is None:

@@ -86,9 +86,7 @@ class Tune(PromptVerb):
             result = localize(run.model, self.task, self.count, self.seed, options=self.options)
             save_localization(result, results.new / "heads")
             print(f"{result.summary}\nheads: {results.folder / 'heads' / 'report.html'}")
-            sections.append(
-                ("The named heads ablated", result.summary, plots.ablation(result.evidence.group_ablations))
-            )
+            sections.append(("The named heads ablated", result.summary, plots.ablation(result.evidence.set_ablations)))
         print(f"adapter: {results.folder / 'adapter'}")
         self.finish(
             results,

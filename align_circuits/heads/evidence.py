@@ -34,12 +34,12 @@ class Evidence:
     """The effect of patching each candidate into corrupted prompts: `patch_heads`."""
     ablation_effects: Table
     """The effect of ablating each candidate: `ablate_heads`."""
-    group_ablations: Table
-    """Accuracy by `kind` of target with heads ablated to their means: `ablated` is `"nothing"`, a role, a role's group
-    (`"lookup, group"`), `"named"` (all named heads), `"random"` (as many others of the same layers, one `draw` each),
-    `"matched"` (as many others of similar scores), `"rest"` (all heads but those named), or all heads but the random
-    ones (`"rest of random"`) or the matched ones (`"rest of matched"`). Control sets are measured on as many prompts as
-    show whether they do as well as the named heads: `n` counts the targets."""
+    set_ablations: Table
+    """Accuracy by `kind` of target with sets of heads ablated to their means. `ablated` is `"nothing"`, a role, a role
+    with its redundant heads (`"lookup, redundant"`), `"named"` (all named heads), `"random"` (as many others of the
+    same layers, one `draw` each), `"matched"` (as many others of similar scores), `"rest"` (all heads but those named),
+    or all heads but the random ones (`"rest of random"`) or the matched ones (`"rest of matched"`). Control sets are
+    measured on as many prompts as show whether they do as well as the named heads: `n` counts the targets."""
     interchanges: Table | None = None
     """Where both prompts of the pairs have answers that are known and differ: `interchange_accuracy` of each
     candidate, of the heads of each role, of all named heads, and of as many random ones (`"random 0"`, ...). Else
@@ -136,7 +136,7 @@ class HeadSets:
         also: Mapping[str, Sequence[Head]] = MappingProxyType({}),
         **about: Any,
     ) -> tuple[Table, list[Verdict]]:
-        """Returns `Evidence.group_ablations` and a verdict for each claim about a set of heads.
+        """Returns `Evidence.set_ablations` and a verdict for each claim about a set of heads.
 
         Control sets are measured only where the effect of the set is large enough, and as far as the verdict depends
         on them (`measured_beside`).

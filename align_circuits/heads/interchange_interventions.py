@@ -35,7 +35,7 @@ def interchange_accuracy(
     pair: Pair,
     *,
     heads: Sequence[Head] | None = None,
-    groups: Mapping[str, Sequence[Head]] | None = None,
+    sets: Mapping[str, Sequence[Head]] | None = None,
     edits: Mapping[str, Sequence[Edit]] | None = None,
     site: HeadSite = "z",
     options: RunOptions = RunOptions(),
@@ -49,38 +49,38 @@ def interchange_accuracy(
     shows the level of a head that carries nothing of it.
 
     Source: Geiger et al. (2021), "Causal Abstractions of Neural Networks". Misleads where several heads carry the same
-    (each alone changes nothing: patch them as a group), and where the base prompt is answered wrongly.
+    (each alone changes nothing: patch them as a set), and where the base prompt is answered wrongly.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         pair: Clean and corrupted prompts with known answers in both, as `Seq2SeqTask.corrupt(prompts, "query")` and
             `Prompts.from_pairs(..., corrupted_answer=)` return them. Its metric is not used; its kind of targets is.
         heads: Which heads are patched, each alone; all by default.
-        groups: Sets of heads by name, each patched together.
+        sets: Sets of heads by name, each patched together.
         edits: Other patches by name, such as `{"middle": [Patch(site="resid_post", layers=[3])]}`; a `Patch` without
             values takes those of the source prompts.
         site: What is patched of a head.
         options: Engine and batch size.
 
     Returns:
-        A table keyed by level, layer, head, `patched` (`"head"`, the name of a group or of an edit, or `"nothing"`) and
+        A table keyed by level, layer, head, `patched` (`"head"`, the name of a set or of an edit, or `"nothing"`) and
         `metric`; 95% intervals over prompts.
 
     Raises:
         ValueError: Prompts whose answers are not known in both, or that have an answer in common at every target; a
-            head that the model does not have; a group or an edit without anything; a name given twice.
+            head that the model does not have; a set or an edit without anything; a name given twice.
     """
     selected, differ = heads_of(model.cfg, heads), _where_answers_differ(pair)
-    groups, edits = groups or {}, edits or {}
+    sets, edits = sets or {}, edits or {}
     patches: dict[str, Sequence[Edit]] = {}
-    for name, group in groups.items():
-        if not len(group):
-            raise ValueError(f"groups[{name!r}] has no heads: name at least one")
-        patches[name] = [Patch(heads_of(model.cfg, group), site=site)]
+    for name, together in sets.items():
+        if not len(together):
+            raise ValueError(f"sets[{name!r}] has no heads: name at least one")
+        patches[name] = [Patch(heads_of(model.cfg, together), site=site)]
     for name, given in edits.items():
         if isinstance(given, Edit) or not len(given):
             raise ValueError(f"edits[{name!r}]: give a list of edits, with at least one")
-    if taken := {NOTHING, HEAD, *groups} & {*edits} or {NOTHING, HEAD} & {*groups}:
+    if taken := {NOTHING, HEAD, *sets} & {*edits} or {NOTHING, HEAD} & {*sets}:
         raise ValueError(f"the name {min(taken)!r} is given twice, or means the model or a head: take another")
     patches |= edits
     edit_sets = [[], *([Patch([head], site=site)] for head in selected), *patches.values()]
@@ -92,14 +92,14 @@ def interchange_accuracy(
     values, engine = of_all.measure_edited(model, edit_sets, source=pair.source, options=options)
     values, targets = values[..., differ.numpy()], TargetMetrics.of(pair.base.select_targets(differ), metrics)
     rows = [("model", None, None, NOTHING), *(("head", *head, HEAD) for head in selected)]
-    rows += [("group", None, None, name) for name in patches]
+    rows += [("set", None, None, name) for name in patches]
     keys = pd.DataFrame(rows, columns=["level", "layer", "head", "patched"])
     keys = pd.concat([keys.assign(metric=metric) for metric in ("interchange", "corrupted_correct")], ignore_index=True)
     means, _ = targets.by_prompt(values.reshape(-1, values.shape[-1]))
     weights = np.tile(targets.weights, (len(means), 1))
     settings = {
         "site": site,
-        "groups": {name: [list(head) for head in group] for name, group in groups.items()},
+        "sets": {name: [list(head) for head in together] for name, together in sets.items()},
         "edits": {name: edits_provenance(given)["edits"] for name, given in edits.items()},
     }
     provenance = replace(pair, metric=None).provenance("interchange", model, settings, engine)

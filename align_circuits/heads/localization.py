@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from align_circuits.heads.evidence import Evidence
-from align_circuits.heads.head_groups import GroupMember
+from align_circuits.heads.redundant_heads import RedundantHead
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.heads import Head, describe
@@ -74,8 +74,8 @@ class Localization:
     diffuse_aligners: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
     """Heads of `align_query` and `align_key` that pass every test but one: they keep less than `thresholds.attention`
     of their attention on the aligned symbol. They are not in `heads_by_role`, and are not ablated with the others."""
-    groups: Mapping[str, tuple[GroupMember, ...]] = field(default_factory=dict)
-    """If asked for, the members of each role's group: also heads that stand in for each other (`head_groups`)."""
+    redundant: Mapping[str, tuple[RedundantHead, ...]] = field(default_factory=dict)
+    """If asked for, all heads of each role, also those that stand in for each other (`redundant_heads`)."""
 
     def __repr__(self) -> str:
         name = self.prompts.task.get("name", "tokens")
@@ -103,13 +103,13 @@ class Localization:
             raise KeyError(f"no role {role!r}: choose one of {', '.join(self.heads_by_role)}")
         return list(self.heads_by_role[role])
 
-    def group(self, role: str) -> list[Head]:
-        """Returns the members of a role's group, those named one by one among them, as far as groups were asked for.
+    def redundant_heads(self, role: str) -> list[Head]:
+        """Returns all heads of a role, redundant ones among them if they were asked for, else those named one by one.
 
         Raises:
             KeyError: No such role.
         """
-        return [member.head for member in self.groups.get(role, ())] or self.heads(role)
+        return [member.head for member in self.redundant.get(role, ())] or self.heads(role)
 
     @property
     def named_heads(self) -> list[Head]:
@@ -125,7 +125,7 @@ class Localization:
         """The result in a few sentences."""
         if not self._named:
             return " ".join(filter(None, ("No head passes every test.", self.caveats)))
-        ablations = self.evidence.group_ablations
+        ablations = self.evidence.set_ablations
         kind = "first" if "first" in set(ablations.frame["kind"]) else "all"
         intact: Any = ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
         accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
@@ -135,19 +135,21 @@ class Localization:
 
     @property
     def caveats(self) -> str:
-        """What to bear in mind: heads of groups, heads that are many or almost pass, what the task cannot tell."""
+        """What to bear in mind: redundant heads, heads that are many or almost pass, what the task cannot tell."""
         diffuse = [
             f"Aligned but diffuse ({role}): {describe(heads)} pass every other test with less than "
             f"{self.thresholds.attention:g} of their attention on the aligned symbol."
             for role, heads in self.diffuse_aligners.items()
             if heads
         ]
-        return " ".join([*group_sentences(self.groups), *share_sentences(self.verdicts), *diffuse, *self.task.notes])
+        return " ".join(
+            [*redundant_sentences(self.redundant), *share_sentences(self.verdicts), *diffuse, *self.task.notes]
+        )
 
 
-def group_sentences(groups: Mapping[str, Sequence[GroupMember]]) -> Iterator[str]:
-    """Yields the heads that only their group shows."""
-    for role, members in groups.items():
+def redundant_sentences(redundant: Mapping[str, Sequence[RedundantHead]]) -> Iterator[str]:
+    """Yields the heads of which no ablation of a single head shows any."""
+    for role, members in redundant.items():
         sharing = [member.head for member in members if not member.single and member.round == 1]
         backups = [member.head for member in members if not member.single and member.round > 1]
         if sharing:

@@ -19,11 +19,11 @@ from align_circuits.heads.candidates import (
     mattering,
 )
 from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, smallest_sets
-from align_circuits.heads.head_groups import GroupSearch
 from align_circuits.heads.interchange_interventions import answers_differ, interchange_accuracy
 from align_circuits.heads.localization import Example, Localization, TaskFacts
 from align_circuits.heads.one_pass import score_and_test
 from align_circuits.heads.patch import patch_heads
+from align_circuits.heads.redundant_heads import RedundantHeadSearch
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import diffuse_aligners, named_heads
@@ -54,7 +54,7 @@ def localize(
     thresholds: Thresholds = Thresholds(),
     n_controls: int = 20,
     minimal_sets: bool = False,
-    groups: bool = False,
+    redundant: bool = False,
     options: RunOptions = RunOptions(),
 ) -> Localization:
     """Finds the heads that have a role in a task, and tests whether the model needs them.
@@ -95,9 +95,9 @@ def localize(
             below 1/(1 + d), so at `thresholds.alpha` = .05 a verdict needs at least 19.
         minimal_sets: Whether the smallest necessary and the smallest sufficient set are looked for on the first half
             and tested on the second; takes several times as long.
-        groups: Whether heads are looked for that stand in for each other, so that the model misses none of them alone:
-            those that share a role, and backups (`head_groups`). Takes up to three times as long. Aligners have no
-            groups where all keys lie at one distance.
+        redundant: Whether heads are looked for that stand in for each other, so that the model misses none of them
+            alone: those that share a role, and backups (`redundant_heads`). Takes up to three times as long. Aligners
+            are not looked for so where all keys lie at one distance.
         options: How the model is run.
 
     Raises:
@@ -153,7 +153,7 @@ def localize(
             "minimal_sets": minimal_sets,
             "thresholds": asdict(thresholds),
         }
-        settings |= {"groups": True} if groups else {}
+        settings |= {"redundant": True} if redundant else {}
         provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
         families = [candidates, diffuse]
         table = evidence_table(scores, control, p, families, mattered, ablation_effects, patching_effects, provenance)
@@ -163,18 +163,18 @@ def localize(
         aligners = diffuse_aligners(table, [*candidates, *diffuse], heads_by_role, thresholds, confounded, chance)
         named = sorted({head for of_role in heads_by_role.values() for head in of_role})
         members = {}
-        if groups:
-            search = GroupSearch(model, {discovery: discovered, tested: scores}, p, thresholds, seed, options)
+        if redundant:
+            search = RedundantHeadSearch(model, {discovery: discovered, tested: scores}, p, thresholds, seed, options)
             # Where a fixed distance does as well as the alignment, only the control tells them apart, which is not run.
-            members = {role: search.group(role, heads_by_role[role]) for role in roles if role not in confounded}
-        of_groups = {f"{role}, group": [member.head for member in found] for role, found in members.items()}
+            members = {role: search.heads(role, heads_by_role[role]) for role in roles if role not in confounded}
+        of_redundant = {f"{role}, redundant": [member.head for member in found] for role, found in members.items()}
 
         # Evidence for sets of heads, and the verdicts.
         grids = {role: scores.to_array(role) for role in roles}
         sets = HeadSets(model, tested, grids, thresholds, n_controls, seed, options)
         controls = sets.controls(named)
-        group_ablations, verdicts = sets.test(
-            named, ("necessary", "sufficient") if named else (), controls, {**heads_by_role, **of_groups}
+        set_ablations, verdicts = sets.test(
+            named, ("necessary", "sufficient") if named else (), controls, {**heads_by_role, **of_redundant}
         )
         verdicts += sets.test_roles(heads_by_role)
         if minimal_sets and named:
@@ -185,14 +185,14 @@ def localize(
             patched = {role: of_role for role, of_role in heads_by_role.items() if of_role}
             patched |= {"named": named} if named else {}
             patched |= {f"random {draw}": drawn for draw, drawn in enumerate(controls["layers"] if named else ())}
-            interchanges = interchange_accuracy(model, pair, heads=heads, groups=patched, options=options)
+            interchanges = interchange_accuracy(model, pair, heads=heads, sets=patched, options=options)
 
         first = tested[:1]
         positions = example_positions(first)
         return Localization(
             table,
             heads_by_role,
-            Evidence(patching_effects, ablation_effects, group_ablations, interchanges),
+            Evidence(patching_effects, ablation_effects, set_ablations, interchanges),
             tested,
             thresholds,
             TaskFacts(

@@ -23,7 +23,7 @@ CONTROLS = {
 """The control sets, by what they share with the set that is tested."""
 
 CONTROL_ROWS = {"layers": "random", "scores": "matched", "unnamed": "unnamed"}
-"""What `Evidence.group_ablations` calls them."""
+"""What `Evidence.set_ablations` calls them."""
 
 ROUNDING = 1e-9
 """Accuracies that differ by less are equal."""
@@ -139,7 +139,7 @@ def as_extreme(claim: Claim, controls: Float[ndarray, " draw"], value: Any) -> B
 def verdict_of(
     claim: Claim, heads: Sequence[Head], accuracies: Table, total: int, thresholds: Thresholds, **about: Any
 ) -> Verdict:
-    """Returns the verdict on a set of heads, from the rows of `Evidence.group_ablations` of the targets that decide."""
+    """Returns the verdict on a set of heads, from the rows of `Evidence.set_ablations` of the targets that decide."""
     by_name: Any = dict(iter(accuracies.frame.groupby("ablated")))
     prefix, name = ("", "named") if claim == "necessary" else ("rest of ", "rest")
     tested = by_name.get(name, by_name["nothing"]).iloc[0]  # all heads were named: there is no rest

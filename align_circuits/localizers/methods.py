@@ -193,11 +193,11 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
     return gates.detach().sigmoid().double().cpu().numpy()
 
 
-def localized(groups: bool, model: HookedModel, pair: Pair) -> dict[str, Grid]:
-    """Scores heads by `localize`: those that it names first, or the members of groups; then by score and p-value."""
+def localized(redundant: bool, model: HookedModel, pair: Pair) -> dict[str, Grid]:
+    """Scores heads by `localize`: those that it names first, or with redundant ones; then by score and p-value."""
     roles = _roles(pair)
-    found = localize(model, pair.clean, corrupted=pair.corrupted, roles=roles, n_controls=0, groups=groups)
-    return {role: _ranked(found, role, found.group(role)) for role in found.heads_by_role}
+    found = localize(model, pair.clean, corrupted=pair.corrupted, roles=roles, n_controls=0, redundant=redundant)
+    return {role: _ranked(found, role, found.redundant_heads(role)) for role in found.heads_by_role}
 
 
 def _ranked(found: Localization, role: str, named: Any) -> Grid:
@@ -239,7 +239,7 @@ ON_ALL_PROMPTS: Mapping[str, Localizer] = {
     "pruning": pruning,
     "learned masks": learned_masks,
     "localize": partial(localized, False),
-    "localize, groups": partial(localized, True),
+    "localize, redundant": partial(localized, True),
 }
 """The methods of this package, by name, on whatever pair they are given."""
 

@@ -26,7 +26,7 @@ from align_circuits.tables.intervals import t_interval
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import exchanged
 
-GROUPS = "localize, groups"
+GROUPS = "localize, redundant"
 
 NAMING = ("localize", GROUPS)
 """The methods that name heads, beside scoring them."""
@@ -191,7 +191,7 @@ def _over_circuits(wide: Any, **keys: str) -> pd.DataFrame:
 
 
 def _lead(frame: Any) -> pd.DataFrame:
-    """By how much `localize` with groups exceeds each other method, in the same circuits."""
+    """By how much `localize` with redundant heads exceeds each other method, in the same circuits."""
     wide = frame[frame["metric"] == "auroc"].groupby(["method", "seed"])["value"].mean().unstack("seed")
     if GROUPS not in wide.index:
         return pd.DataFrame()

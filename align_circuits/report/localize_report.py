@@ -60,7 +60,7 @@ def save_localization(
     Raises:
         ValueError: The folder cannot be written, or holds other folders where the tables go.
     """
-    others = ("patching_effects", "ablation_effects", "group_ablations", "interchanges")
+    others = ("patching_effects", "ablation_effects", "set_ablations", "interchanges")
     answer = answer_of(localization)
     with replacing_in(folder, going=(*FILES, PER_PROMPT, *others)) as new:
         for name in others:
@@ -85,8 +85,8 @@ def _sections(localization: Localization) -> Iterator[Section]:
     whole = Markup("<details><summary>The whole result in words</summary><p>{}</p></details>")
     content = f"{table}{whole.format(localization.summary)}"
     yield _section("The heads", content, heads=heads, rows=rows, limits=localization.thresholds)
-    if localization.groups:
-        yield _section("Heads that stand in for each other", groups_table(localization))
+    if localization.redundant:
+        yield _section("Heads that stand in for each other", redundant_table(localization))
     yield _section("Accuracy without them", drawn["ablation"])
     if localization.verdicts:
         verdicts = verdicts_table(localization.verdicts)
@@ -147,14 +147,14 @@ def figures(localization: Localization) -> dict[str, go.Figure]:
         if len(table)
     }
     return {
-        "ablation": plots.ablation(localization.evidence.group_ablations),
+        "ablation": plots.ablation(localization.evidence.set_ablations),
         "scores": plots.head_maps(scores, list(localization.task.roles), by="role", marked=localization.heads_by_role),
         **maps,
     }
 
 
-def groups_table(localization: Localization) -> Html:
-    """Returns the members of each role's group as an HTML table."""
+def redundant_table(localization: Localization) -> Html:
+    """Returns all heads of each role, redundant ones too, as an HTML table."""
     rows = [
         {
             "role": role,
@@ -163,7 +163,7 @@ def groups_table(localization: Localization) -> Html:
             "effect (nats)": f"{member.effect:.2f} [{member.low:.2f}, {member.high:.2f}]",
             "named alone": "yes" if member.single else "no",
         }
-        for role, members in localization.groups.items()
+        for role, members in localization.redundant.items()
         for member in members
     ]
     return Html(pd.DataFrame(rows).to_html(index=False, border=0) if rows else "<p>No role has a head.</p>")

@@ -100,7 +100,7 @@ def after(*, prompts: int, **run: Any) -> pd.DataFrame:
 
 def _localized(model: Any, task: Mapping[str, Any], prompts: int, seed: int) -> pd.DataFrame:
     found = localize(model, Seq2SeqTask(**task, task_seed=seed), prompts, seed=FRESH + seed)
-    groups = found.evidence.group_ablations.where(kind="first").frame.rename(columns={"ablated": "of"})
+    groups = found.evidence.set_ablations.where(kind="first").frame.rename(columns={"ablated": "of"})
     frames = [_named(found, model, seed), groups.assign(what="ablated", metric="accuracy")]
     if found.evidence.interchanges is not None:
         patched = found.evidence.interchanges.where(metric="interchange").frame.rename(columns={"patched": "of"})

@@ -231,7 +231,7 @@ TRAINED_ZOO = Experiment(
     Study(
         "localizers/trained",
         {
-            "smoke": TrainedZoo(models=1, steps=2, methods=("attention", "EAP", "localize, groups"), n=12),
+            "smoke": TrainedZoo(models=1, steps=2, methods=("attention", "EAP", "localize, redundant"), n=12),
             "cpu": TrainedZoo(),
             "paper": TrainedZoo(),
         },

@@ -51,8 +51,8 @@ def groups_of_planted(*, n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _counts(model: HookedModel, task: Task, n: int, seed: int) -> list[dict[str, Any]]:
-    found = localize(model, task, n, seed=seed, n_controls=0, groups=True)
-    return [{"named": len(found.named_heads), "members": sum(map(len, found.groups.values()))}]
+    found = localize(model, task, n, seed=seed, n_controls=0, redundant=True)
+    return [{"named": len(found.named_heads), "members": sum(map(len, found.redundant.values()))}]
 
 
 def _jobs(config: RandomGroups, _: Inputs) -> list[Measurement]:

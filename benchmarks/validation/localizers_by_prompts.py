@@ -22,7 +22,7 @@ from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import exchanged
 
-LEAST = {"localize": 8, "localize, groups": 8}
+LEAST = {"localize": 8, "localize, redundant": 8}
 """The prompts that a method needs, if not one."""
 
 RIVALS = ("ablation, mean", "ablation, resample", "patching, denoise", "patching, noise", "EAP-IG", "learned masks")
@@ -73,7 +73,7 @@ def _jobs(config: ByPrompts, _: Inputs) -> list[Measurement]:
 def _summarize(_: ByPrompts, rows: Rows) -> pd.DataFrame:
     """Means over circuits, and by how much `localize` with groups exceeds each method on as many prompts."""
     wide: Any = rows["agree"].pivot_table(index=["method", "prompts"], columns="seed", values="auroc")
-    lead = wide.xs("localize, groups").reindex(wide.index, level="prompts") - wide
+    lead = wide.xs("localize, redundant").reindex(wide.index, level="prompts") - wide
     parts = [frame.dropna(how="all").assign(metric=metric) for metric, frame in (("auroc", wide), ("lead", lead))]
     both: Any = pd.concat(parts).reset_index()
     keys = both[["method", "prompts", "metric"]]
@@ -110,7 +110,7 @@ BY_PROMPTS = Experiment(
     Study(
         "localizers/prompts",
         {
-            "smoke": ByPrompts(circuits=1, prompts=(8,), methods=("attention", "EAP-IG", "localize, groups")),
+            "smoke": ByPrompts(circuits=1, prompts=(8,), methods=("attention", "EAP-IG", "localize, redundant")),
             "cpu": ByPrompts(),
             "paper": ByPrompts(),
         },

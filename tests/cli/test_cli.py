@@ -244,7 +244,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
     assert re.search(r"align_query +L\dH\d 1\.00 \[0\.\d\d, 1\.00\] \(align_query\)", printed)
     assert "induction    none" in printed
     written = {path.name for path in (tmp_path / "first").iterdir()}
-    tables = {"table.csv", "patching_effects", "ablation_effects", "group_ablations", "interchanges"}
+    tables = {"table.csv", "patching_effects", "ablation_effects", "set_ablations", "interchanges"}
     assert written == tables | {"report.html", "provenance.json"}
     assert "Heads that stand in for each other" not in (tmp_path / "first" / "report.html").read_text()
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
@@ -252,7 +252,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
 
 
 def test_localize_reports_heads_that_stand_in_for_each_other(tmp_path):
-    arguments = ["--n", "12", "--x-len", "3", "--n-examples", "2", "--n-controls", "0", "--groups"]
+    arguments = ["--n", "12", "--x-len", "3", "--n-examples", "2", "--n-controls", "0", "--redundant"]
     assert main(["localize", "--model", "planted", *arguments, "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "Heads that stand in for each other" in page and "named alone" in page

@@ -43,10 +43,8 @@ def values_of(table: ac.Table) -> dict[tuple, float]:
 @pytest.mark.parametrize("kind", [None, "first"])
 def test_equals_a_loop_with_hooks(llama, halves, direction, kind):
     pair = Pair(*halves, kind=kind, direction=direction)
-    groups = {"two": [(0, 1), (1, 2)]}
-    table = ac.interchange_accuracy(
-        llama, pair, groups=groups, edits={"stream": [ac.Patch(site="resid_post", layers=[0])]}
-    )
+    sets = {"two": [(0, 1), (1, 2)]}
+    table = ac.interchange_accuracy(llama, pair, sets=sets, edits={"stream": [ac.Patch(site="resid_post", layers=[0])]})
     inputs = {}
     if not pair.base.mask.all():
         inputs = {"attention_mask": pair.base.mask.long(), "position_ids": (pair.base.mask.cumsum(1) - 1).clamp(min=0)}
@@ -85,9 +83,9 @@ def test_equals_a_loop_with_hooks(llama, halves, direction, kind):
     assert values_of(table) == pytest.approx(expected)
     assert len(set(expected.values())) > 2
     levels = table.frame.drop_duplicates("patched").set_index("patched")["level"].to_dict()
-    assert levels == {"nothing": "model", "head": "head", "two": "group", "stream": "group"}
+    assert levels == {"nothing": "model", "head": "head", "two": "set", "stream": "set"}
     settings = table.provenance.settings
-    assert settings["groups"] == {"two": [[0, 1], [1, 2]]} and settings["edits"]["stream"][0]["layers"] == [0]
+    assert settings["sets"] == {"two": [[0, 1], [1, 2]]} and settings["edits"]["stream"][0]["layers"] == [0]
     assert settings["direction"] == direction and settings["kind"] == (kind or "all")
 
 
@@ -98,9 +96,9 @@ def test_a_planted_circuit_brings_the_answer_along(planted, direction):
     for head, role in model.roles.items():
         by_role.setdefault(str(role), []).append(head)
     others = [head for head in model.kinds if model.roles.get(head) not in ("align_query", "lookup")]
-    groups = {"aligners": by_role["align_query"], "lookup": by_role["lookup"], "random": others[:2]}
+    sets = {"aligners": by_role["align_query"], "lookup": by_role["lookup"], "random": others[:2]}
     pair = Pair(clean, corrupted, direction=direction)
-    found = values_of(ac.interchange_accuracy(model, pair, heads=[*by_role["align_query"], *others], groups=groups))
+    found = values_of(ac.interchange_accuracy(model, pair, heads=[*by_role["align_query"], *others], sets=sets))
     for name, expected in {"aligners": 1.0, "lookup": 1.0, "random": 0.0, "nothing": 0.0}.items():
         assert found[None, None, name, "interchange"] == expected, name
         assert found[None, None, name, "corrupted_correct"] == 1 - expected, name
@@ -114,13 +112,13 @@ def test_refusals(llama, halves):
     pair = Pair(*halves)
     patch = [ac.Patch(site="resid_post", layers=[0])]
     for arguments, message in [
-        ({"groups": {"none": []}}, r"groups\['none'\] has no heads: name at least one"),
+        ({"sets": {"none": []}}, r"sets\['none'\] has no heads: name at least one"),
         ({"edits": {"none": []}}, r"edits\['none'\]: give a list of edits, with at least one"),
-        ({"groups": {"nothing": [(0, 0)]}}, "the name 'nothing' is given twice, or means the model or a head"),
+        ({"sets": {"nothing": [(0, 0)]}}, "the name 'nothing' is given twice, or means the model or a head"),
         ({"edits": {"head": patch}}, "the name 'head' is given twice"),
-        ({"groups": {"a": [(0, 0)]}, "edits": {"a": patch}}, "the name 'a' is given twice"),
+        ({"sets": {"a": [(0, 0)]}, "edits": {"a": patch}}, "the name 'a' is given twice"),
         ({"heads": [(0, 4)]}, "no head L0H4"),
-        ({"groups": {"a": [(2, 0)]}}, "no head L2H0"),
+        ({"sets": {"a": [(2, 0)]}}, "no head L2H0"),
     ]:
         with pytest.raises(ValueError, match=message):
             ac.interchange_accuracy(llama, pair, **arguments)

@@ -9,8 +9,8 @@ import pytest
 
 import align_circuits as ac
 from align_circuits.heads.evidence import Evidence
-from align_circuits.heads.head_groups import GroupMember
 from align_circuits.heads.localization import TaskFacts
+from align_circuits.heads.redundant_heads import RedundantHead
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.tables.tables import Provenance
@@ -44,16 +44,16 @@ def test_a_result_shows_itself(small):
 
 
 def test_members_of_a_group_are_told_by_how_they_were_found(small):
-    def member(head: Any, number: int, single: bool) -> GroupMember:
-        return GroupMember(head, number, 0.5, 0.1, 0.9, single)
+    def member(head: Any, number: int, single: bool) -> RedundantHead:
+        return RedundantHead(head, number, 0.5, 0.1, 0.9, single)
 
     members = (member((1, 2), 1, True), member((0, 1), 1, False), member((0, 2), 2, False), member((0, 3), 3, False))
-    grouped = replace(small, groups={"lookup": members, "previous": ()})
+    grouped = replace(small, redundant={"lookup": members, "previous": ()})
     assert grouped.caveats == (
         "Also lookup, one for another: L0H1. Backups of lookup, once the others are ablated: L0H2 L0H3. A < B."
     )
-    assert grouped.group("lookup") == [(1, 2), (0, 1), (0, 2), (0, 3)]
-    assert grouped.group("previous") == [] and small.group("lookup") == [(1, 2)]
+    assert grouped.redundant_heads("lookup") == [(1, 2), (0, 1), (0, 2), (0, 3)]
+    assert grouped.redundant_heads("previous") == [] and small.redundant_heads("lookup") == [(1, 2)]
 
 
 @pytest.mark.parametrize(

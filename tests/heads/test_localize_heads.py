@@ -40,7 +40,7 @@ def test_every_planted_role_is_named_and_no_decoy(circuit):
 
 def test_named_heads_are_ablated_beside_as_many_others(circuit):
     _, result = circuit
-    first = result.evidence.group_ablations.where(kind="first").frame.set_index("ablated")["value"]
+    first = result.evidence.set_ablations.where(kind="first").frame.set_index("ablated")["value"]
     assert first["nothing"] == 1
     assert first["named"] < 0.5
     assert (first["random"] > 0.9).all()
@@ -71,7 +71,7 @@ def test_the_heads_of_each_role_are_tested_alone(circuit):
     _, result = circuit
     of_roles = {verdict.role: verdict for verdict in result.verdicts if verdict.role is not None}
     assert set(of_roles) == {role for role, heads in result.heads_by_role.items() if heads}
-    first = result.evidence.group_ablations.where(kind="first", draw=None).frame.set_index("ablated")["value"]
+    first = result.evidence.set_ablations.where(kind="first", draw=None).frame.set_index("ablated")["value"]
     for role, verdict in of_roles.items():
         assert verdict.claim == "necessary" and list(verdict.heads) == result.heads(role)
         assert verdict.value == pytest.approx(first[role]), role
@@ -139,7 +139,7 @@ def test_a_localization_is_written_completely(circuit, tmp_path):
     again = ac.Table.load(tmp_path / "run")
     assert len(again) == len(result.table)
     assert again.provenance.settings["thresholds"]["fdr"] == 0.05
-    assert len(ac.Table.load(tmp_path / "run" / "group_ablations")) == len(result.evidence.group_ablations)
+    assert len(ac.Table.load(tmp_path / "run" / "set_ablations")) == len(result.evidence.set_ablations)
     assert json.loads((tmp_path / "run" / "provenance.json").read_text())["verb"] == "localize"
 
 

@@ -41,7 +41,7 @@ def test_a_method_finds_what_it_can(circuit, name):
         true = [head for head, kind in model.kinds.items() if ROLE_OF_KIND[kind] == role]
         if name != "direct effect" or role == "lookup":  # which alone writes what is predicted
             assert agreement(grids[role], true, idle)["auroc"] == 1, role
-        if name == "localize, groups":  # names are read back from scores
+        if name == "localize, redundant":  # names are read back from scores
             assert named_in(grids[role]) == {head for head, own in model.roles.items() if own == role}
 
 

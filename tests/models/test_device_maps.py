@@ -62,7 +62,7 @@ VERBS: dict[str, Any] = {
     "direct logits": lambda model: direct_logit_attribution(model, pair(model).clean),
     "patch sites": lambda model: ac.patch_sites(model, pair(model), ["resid_pre", "mlp_out"], positions=None),
     "patch paths": lambda model: ac.patch_paths(model, pair(model), receivers=["L1H0.q", "logits"]),
-    "interchange": lambda model: ac.interchange_accuracy(model, pair(model), groups={"two": [(0, 1), (1, 2)]}),
+    "interchange": lambda model: ac.interchange_accuracy(model, pair(model), sets={"two": [(0, 1), (1, 2)]}),
     "attribute queries": lambda model: attribute_heads(model, pair(model), method="atp_star", sites=["q"]),
     "head profile": lambda model: ac.head_profile(model, pair(model).clean, [pair(model, "labels")]),
     "completeness": lambda model: completeness(model, [(0, 1)], pair(model, direction="noise"), draws=1),

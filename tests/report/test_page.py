@@ -110,7 +110,7 @@ def test_a_report_without_any_named_head_says_so(tmp_path, localization):
         evidence=Evidence(
             patching_effects=empty(found.patching_effects),
             ablation_effects=empty(found.ablation_effects),
-            group_ablations=found.group_ablations.where(ablated="nothing"),
+            set_ablations=found.set_ablations.where(ablated="nothing"),
         ),
         example=Example(),
     )

@@ -66,16 +66,16 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
 
 
 @checked
-def ablation(group_ablations: Table, title: str = "") -> go.Figure:
+def ablation(set_ablations: Table, title: str = "") -> go.Figure:
     """Returns accuracy with nothing, the named heads, as many other heads, and all other heads ablated.
 
     Each draw of control heads that was measured is a dot; the others have 95% intervals over prompts.
 
     Args:
-        group_ablations: Of a `Localization`, with the key columns `ablated`, `draw`, `kind` and `metric`.
+        set_ablations: Of a `Localization`, with the key columns `ablated`, `draw`, `kind` and `metric`.
         title: Above the figure.
     """
-    frame: Any = group_ablations.where(metric="accuracy").frame.dropna(subset=["value"])  # NaN: not measured
+    frame: Any = set_ablations.where(metric="accuracy").frame.dropna(subset=["value"])  # NaN: not measured
     kinds, names = (list(dict.fromkeys(frame[key])) for key in ("kind", "ablated"))
     sets = [name for name in _ABLATED if name in names] + [name for name in names if name not in _ABLATED]
     slot = 0.84 / len(sets)

@@ -33,7 +33,7 @@ def test_the_heads_of_the_constructions_are_named(model, task, roles, needed, tm
         assert result.heads(role) == [HEAD[head]], role
     assert set(result.named_heads) == {HEAD[head] for head in roles.values()}
     assert "The answer is correct in 1.00" in result.summary
-    right = result.evidence.group_ablations.where(kind="all").frame.set_index("ablated")["value"]
+    right = result.evidence.set_ablations.where(kind="all").frame.set_index("ablated")["value"]
     assert right["nothing"] > right["named"] + needed
     assert result.summary[:30] in save_localization(result, tmp_path).read_text(encoding="utf-8")
 

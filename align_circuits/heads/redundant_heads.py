@@ -1,4 +1,4 @@
-"""Finds the heads of a role as a group: also those that stand in for each other, which no single test shows."""
+"""Finds all heads of a role together: also redundant ones, of which no single ablation shows any."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,29 +28,29 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class GroupMember:
-    """A head of a group, with what speaks for it."""
+class RedundantHead:
+    """A head of a role that was found beside others of its kind, with what speaks for it."""
 
     head: Head
     round: int
     """1: it attends so in the intact model. 2 or more: only with those of earlier rounds ablated, as a backup does."""
     effect: float
-    """In nats of the targets' mean log-probability: what it alone brings back when the whole group is ablated, or what
-    its ablation costs beside those of earlier rounds, whichever is more."""
+    """In nats of the targets' mean log-probability: what it alone brings back when all heads of the role are ablated,
+    or what its ablation costs beside those of earlier rounds, whichever is more."""
     low: float
     """The lower end of the effect's 95% interval over prompts."""
     high: float
     """The upper end."""
     single: bool
-    """Whether `localize` names it without its group too."""
+    """Whether `localize` names it by tests of this head alone, too."""
 
 
 @dataclass(frozen=True, eq=False)
-class GroupSearch:
+class RedundantHeadSearch:
     """Looks for the heads of a role in rounds, on the prompts that `localize` uses.
 
     In each round heads are candidates that attend as the role requires and count, on the prompts that choose, while the
-    members found so far are ablated to their means (in the first round: in the intact model). A candidate joins if, on
+    heads found so far are ablated to their means (in the first round: in the intact model). A candidate joins if, on
     the prompts that test, it still attends so, more than its positional bias explains (`permutation_tests`), and
     counts: with all members and candidates ablated, it alone brings something back; or, with the members ablated, its
     own ablation costs something. Both have one p-value, as for single heads, corrected over the round's candidates. The
@@ -58,11 +58,11 @@ class GroupSearch:
     only once its heads are gone. Roles that are tested by renaming tokens (`renamed_tokens`) have a first round only.
 
     Source: the backups of Wang et al. (2022), "Interpretability in the Wild", §3.4, and the self-repair of McGrath et
-    al. (2023), "The Hydra Effect"; adding one head to an ablated group is the marginal contribution to the empty
+    al. (2023), "The Hydra Effect"; restoring one head of an ablated set is the marginal contribution to the empty
     coalition, and removing it from the rest that to the full one, the two ends of Shapley's (1953) average.
 
     Misleads where heads of one role need each other: none brings anything back alone. The control is to ablate the
-    group as a whole (`localize`).
+    role's heads together (`localize`).
     """
 
     model: HookedModel
@@ -76,9 +76,9 @@ class GroupSearch:
     """Of the permutation tests."""
     options: RunOptions
 
-    def group(self, role: str, single: Sequence[Head]) -> tuple[GroupMember, ...]:
-        """Returns the members of a role's group, among them the heads that `localize` named one by one for it."""
-        members: dict[Head, GroupMember] = {}
+    def heads(self, role: str, single: Sequence[Head]) -> tuple[RedundantHead, ...]:
+        """Returns all heads of a role that are found, among them those that `localize` named one by one for it."""
+        members: dict[Head, RedundantHead] = {}
         discovery, tested = self.scores
         rounds = 1 if redraws_tokens(tested, role) else ROUNDS  # means of tokens do not fit renamed ones
         for number in range(1, rounds + 1):
@@ -92,7 +92,7 @@ class GroupSearch:
             matters = {head: p for head, p in causal_p_values(effects[tested]).items() if head in mattered}
             kept = self.significant(role, ablated, matters) & self.attending(role, tested, ablated)
             joined = {
-                head: GroupMember(head, number, effect, low, high, head in single)
+                head: RedundantHead(head, number, effect, low, high, head in single)
                 for head, (effect, low, high) in _larger(effects[tested]).items()
                 if head in single or (head in kept and effect >= self.thresholds.effect and low > 0)
             }
@@ -130,10 +130,10 @@ class GroupSearch:
         return {head for (head, _), value in q.items() if value <= self.thresholds.fdr}
 
     def effects(self, candidates: Sequence[Head], ablated: Sequence[Head], prompts: Prompts) -> tuple[Table, Table]:
-        """Returns what each candidate brings back alone without the group, and what it costs beside the members."""
-        group, count = [*ablated, *candidates], len(candidates)
-        without = [[other for other in group if other != head] for head in candidates]
-        sets = [group, *without, list(ablated), *([*ablated, head] for head in candidates)]
+        """Returns what each candidate brings back alone with all ablated, and its cost beside those found before."""
+        together, count = [*ablated, *candidates], len(candidates)
+        without = [[other for other in together if other != head] for head in candidates]
+        sets = [together, *without, list(ablated), *([*ablated, head] for head in candidates)]
         targets = TargetMetrics.of(prompts, ("log_prob",))
         edit_sets = [self._ablating(heads, prompts) for heads in sets]
         values, _ = targets.measure_edited(self.model, edit_sets, options=self.options)
@@ -142,7 +142,8 @@ class GroupSearch:
         keys = pd.DataFrame(candidates, columns=["layer", "head"])
         every = {"all": np.full(len(targets.token), True)}
         back, beside = (
-            effects_table(keys, changes, targets, every, Provenance("group")) for changes in (brought_back, cost)
+            effects_table(keys, changes, targets, every, Provenance("redundant heads"))
+            for changes in (brought_back, cost)
         )
         return back, beside
 
