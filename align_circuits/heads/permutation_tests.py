@@ -58,8 +58,9 @@ def p_values(
     - `align_query`, `align_key`: the score is the hit rate. All prompts of a task share the positions of their keys, so
       alignments are redrawn: every order of the m input places, or 9,999 of them, the same for all prompts. The
       smallest possible value is 1/m!, so that up to three places (1/6) nothing can be established.
-    - `previous`: the score is the attention one token back, redrawn among all distances that every row has, without
-      separators and other tokens that the layout repeats.
+    - `previous`: the score is how far the attention one token back exceeds that to the query itself and two tokens
+      back, as a share of both, redrawn among all distances that every row has, without separators and other tokens that
+      the layout repeats. A head that merely prefers late tokens gives the query itself more.
     - `duplicate`, and `induction` where two prompts mostly have their keys at the same positions, as in
       `RepeatedTokensTask` and the marked style: tokens are renamed instead (`renamed_tokens`).
     - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the
@@ -235,6 +236,12 @@ class _Alignments(_Test):
 class _Distances(_Test):
     """Redraws how far back the keys lie.
 
+    The score of a distance is how far its attention exceeds the larger one of both neighbouring distances, the query's
+    own position among them, as a share of both. A head that merely prefers late tokens attends most of all to the query
+    itself, and would pass if attention alone were compared. Where every query is a token that the layout repeats, such
+    as a marker, it cannot be compared: there a distance must exceed the next one back, and what it would get if
+    attention fell off by the same factor as between the next two.
+
     A head that prefers letters to the marker of the marked style attends most to those distances where letters stand,
     of which one token back is one. So tokens that the layout repeats do not count, and no distance is drawn where few
     others stand. Since rows then differ between distances, a row counts as what it exceeds its own mean by.
@@ -247,14 +254,16 @@ class _Distances(_Test):
         # As far back as all rows reach; as half of them do where that would establish nothing, since the first of many
         # targets have hardly anything before them.
         furthest = int(reach.min()) if reach.min() >= _FEWEST_DISTANCES else int(reach.median())
-        varied, back = torch.from_numpy(~_repeated_by_layout(prompts)), torch.arange(1, furthest + 1)
+        varied, back = torch.from_numpy(~_repeated_by_layout(prompts)), torch.arange(furthest + 1)
         counted = varied[(relation.query[:, None] - back).clamp(min=0)] & (back <= reach[:, None])
-        if not bool(counted[:, :1].any()):  # one token back there is nothing else
+        if not bool(counted[:, 1:2].any()):  # one token back there is nothing else
             counted = back <= reach[:, None]
         rows = counted.sum(0)
-        # one token back comes first, as the true distance
-        self.distances = 1 + (2 * rows >= rows[:1]).nonzero()[:, 0]
-        self.counted = counted[:, self.distances - 1]
+        # the query itself comes first, then one token back, the true distance
+        drawn = 1 + (2 * rows[1:] >= rows[1:2]).nonzero()[:, 0]
+        self.distances = torch.cat([torch.zeros(1, dtype=torch.long), drawn])
+        self.counted = counted[:, self.distances]
+        self.own = bool(self.counted[:, 0].any())
         # summed over rows
         self.excess = torch.zeros(layers, heads, len(self.distances))
         self.mean = torch.zeros(layers, heads, 1)
@@ -262,7 +271,7 @@ class _Distances(_Test):
 
     @property
     def smallest(self) -> float:
-        return 1 / max(1, len(self.distances))
+        return 1 / max(1, len(self.distances) - (1 if self.own else 3))
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         new = ~self.seen[layer, rows]
@@ -270,15 +279,26 @@ class _Distances(_Test):
         back = (self.relation.query[rows, None] - self.distances).clamp(min=0)
         attention = pattern.gather(2, back[:, None].expand(-1, pattern.shape[1], -1)).float()
         counted = self.counted[rows, None]
-        mean = (attention * counted).sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
+        others = attention[..., 1:] * counted[..., 1:]
+        mean = others.sum(-1, keepdim=True) / counted[..., 1:].sum(-1, keepdim=True).clamp(min=1)
         self.excess[layer] += ((attention - mean) * counted).sum(0)
         self.mean[layer] += mean.sum(0)
         self.seen[layer, rows] = True
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:  # noqa: ARG002 - all are listed
-        # Ties are relative to a score, so the mean of all rows is added to each.
-        scores = self.excess / self.counted.sum(0) + self.mean / len(self.relation)
-        return share_at_least_first(scores.numpy())
+        # Rows differ between distances, so the mean of all rows is added to each.
+        level = self.mean / len(self.relation)
+        attention = self.excess / self.counted.sum(0).clamp(min=1) + level
+        if self.own:
+            here, beyond = attention[..., 1:], torch.cat([attention[..., 2:], torch.zeros(*self.shape, 1)], -1)
+            beside = torch.maximum(attention[..., :-1], beyond)
+        else:
+            here, next_back, after = attention[..., 1:-2], attention[..., 2:-1], attention[..., 3:]
+            fallen = next_back**2 / after.clamp(min=torch.finfo(after.dtype).tiny)
+            beside = torch.maximum(next_back, fallen.clamp(max=1))
+        # The mean over distances in the denominator keeps tiny attention far back from large shares.
+        scores = (here - beside) / (here + beside + level).clamp(min=torch.finfo(here.dtype).tiny)
+        return share_at_least_first(scores.numpy()) if here.shape[-1] else np.ones(self.shape)
 
 
 class _OtherPrompts(_Test):

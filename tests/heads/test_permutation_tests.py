@@ -39,6 +39,10 @@ def model(random_hf_model, char_tokenizer):
 
 @pytest.fixture(scope="module")
 def patterns(model, prompts) -> list[Tensor]:
+    return patterns_of(model, prompts)
+
+
+def patterns_of(model, prompts: Prompts) -> list[Tensor]:
     """Attention [prompt head query key] of each layer."""
     with torch.no_grad():
         _, cache = model.run_with_cache(prompts.tokens)
@@ -72,7 +76,7 @@ def looped_alignment(attention: Tensor, prompts: Prompts, name: str) -> float:
 
 
 def looped_distance(attention: Tensor, prompts: Prompts) -> float:
-    """Every distance back that all rows have: what attention exceeds the row's mean by, without repeated tokens."""
+    """Every distance back that all rows have: how far it exceeds both neighbours, without repeated tokens."""
     relation = prompts.relations["previous"]
     rows = list(zip(relation.prompt.tolist(), relation.query.tolist(), strict=True))
     fixed = [int(column[0]) if len(column.unique()) == 1 else None for column in prompts.tokens.T]
@@ -80,15 +84,28 @@ def looped_distance(attention: Tensor, prompts: Prompts) -> float:
     furthest = min(query for _, query in rows)
     counts = [sum(varied[query - back] for _, query in rows) for back in range(1, furthest + 1)]
     distances = [back for back, count in enumerate(counts, 1) if count >= counts[0] / 2]
-    scores = []
-    for back in distances:
+    means: dict[int, float | None] = {}
+    levels: list[float] = []
+    for back in (0, *distances):
         excess = []
         for prompt, query in rows:
             keys = [query - other for other in distances if varied[query - other]]
-            if query - back in keys:
-                mean = sum(float(attention[prompt, query, key]) for key in keys) / len(keys)
+            mean = sum(float(attention[prompt, query, key]) for key in keys) / len(keys)
+            levels.append(mean)
+            if varied[query - back]:
                 excess.append(float(attention[prompt, query, query - back]) - mean)
-        scores.append(float(np.mean(excess)))
+        means[back] = float(np.mean(excess)) if excess else None
+    level = float(np.mean(levels))
+    values: Any = [None if mean is None else mean + level for mean in means.values()]
+    scores = []
+    for place in range(1, len(values) if values[0] is not None else len(values) - 2):
+        here, behind = values[place], [*values, 0][place + 1]
+        if values[0] is not None:
+            beside = max(values[place - 1], behind)
+        else:  # queries are markers: what a head gets whose attention falls off by one factor
+            after = values[place + 2]
+            beside = max(behind, min(1, behind**2 / after if after > 0 else 1))
+        scores.append((here - beside) / (here + beside + level))
     return sum(score >= scores[0] - 1e-9 for score in scores) / len(scores)
 
 
@@ -122,12 +139,36 @@ class TestBesideLoops:
         np.testing.assert_allclose(found, expected)
         assert len(np.unique(found)) > 2 and (found >= 1 / 6 - 1e-12).all()
 
-    def test_distances(self, model, prompts, patterns):
+    @pytest.mark.parametrize("style", ["standard", "marked"])
+    def test_distances(self, model, char_tokenizer, style):
+        task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=3, style=style, alignment="permutation", task_seed=1)
+        prompts = task.sample(5, char_tokenizer, seed=1)
+        patterns = patterns_of(model, prompts)
         found = p_values(model, prompts, ["previous"])["previous"]
         np.testing.assert_allclose(
             found, [[looped_distance(layer[:, head], prompts) for head in range(4)] for layer in patterns]
         )
         assert len(np.unique(found)) > 2
+
+    @pytest.mark.parametrize(("style", "rates"), [("standard", 4), ("pre-aligned", 4), ("marked", 3)])
+    def test_late_tokens_are_no_previous_token(self, attending, char_tokenizer, style, rates):
+        """A head that favours the latest tokens, weakly or strongly, beside one that looks one token back as well.
+
+        In the marked style no attention to the query can be compared: what falls off like 1 / distance passes there.
+        """
+        task = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=3, style=style, alignment="permutation")
+        prompts = task.sample(8, char_tokenizer, seed=0)
+        length = prompts.mask.shape[1]
+
+        def attention(prompt: int, query: int) -> Tensor:  # noqa: ARG001 - the same in all prompts
+            back = query - torch.arange(length).double()
+            late = [(-rate * back).exp() for rate in (0.05, 0.2, 1)] + [1 / (1 + back.clamp(min=0))]
+            late = torch.stack(late[:rates]).where(back >= 0, 0)
+            late = late / late.sum(1, keepdim=True)
+            return torch.cat([late, 0.4 * late[:1] + 0.6 * (back == min(query, 1))])
+
+        *late, looks_back = p_values(attending(attention), prompts, ["previous"])["previous"][0]
+        assert min(late) > 0.05 and looks_back <= 0.05
 
     @pytest.mark.parametrize("name", ["lookup", "induction"])
     def test_other_prompts(self, model, prompts, patterns, name):
