@@ -9,6 +9,7 @@ const element = (name, properties = {}, ...children) => {
 const options = names => names.map(name => element("option", {value: name, textContent: name}));
 
 function render({model, el}) {
+  document.getElementById(model.get("stand_in"))?.remove(); // the same page, for where no kernel runs this
   const choose = (trait, value) => {
     model.set(trait, value);
     model.save_changes();

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
+from uuid import uuid4
 
 import pandas as pd
 import torch
@@ -21,6 +22,7 @@ from align_circuits.prompts.token_html import Html, readable, rendered
 from align_circuits.report.attention_view import AttentionView
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.options import RunOptions
+from align_circuits.run.target_metrics import TargetMetrics
 
 
 class Explorer(AnyWidget):
@@ -45,6 +47,8 @@ class Explorer(AnyWidget):
     """What can be chosen: the number of prompts, the relations, the rows of the chosen one, the heads."""
     shown: Any = traitlets.Unicode(read_only=True).tag(sync=True)
     """The page as HTML."""
+    stand_in: Any = traitlets.Unicode(read_only=True).tag(sync=True)
+    """The id of the same page beside the widget, which the widget hides where a kernel lets it run."""
 
     def __init__(
         self, model: HookedModel, prompts: Prompts, heads: Sequence[Head], relations: Sequence[str], options: RunOptions
@@ -54,6 +58,7 @@ class Explorer(AnyWidget):
         self._names = [describe([head]) for head in heads]
         self._relations = list(relations)
         super().__init__(relation=self._relations[0], head=self._names[0])
+        self.set_trait("stand_in", f"explorer-{uuid4().hex}")
         self.observe(self._show, ["prompt", "relation", "row", "head", "ablated"])
         self._show()
 
@@ -61,12 +66,13 @@ class Explorer(AnyWidget):
         without = f", without {', '.join(self.ablated)}" if self.ablated else ""
         return f"Explorer(prompt {self.prompt} of {len(self._prompts)}, {self.head}, {self.relation}{without})"
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        bundle = super()._repr_mimebundle_(**kwargs)
-        if bundle is None:
-            return None
-        data, about = bundle if isinstance(bundle, tuple) else (bundle, {})
-        return {**data, "text/html": self.shown}, about
+    def _ipython_display_(self) -> None:
+        """Shows the page and then the widget: of a single output nbconvert would take the widget, from a server."""
+        from IPython.display import display
+
+        widget, about = self._repr_mimebundle_()
+        display({"text/plain": repr(self), "text/html": f'<div id="{self.stand_in}">{self.shown}</div>'}, raw=True)
+        display({**widget, "text/plain": "", "text/html": ""}, metadata=about, raw=True)
 
     @traitlets.validate("prompt", "row", "relation", "head", "ablated")
     def _check(self, proposal: Any) -> Any:
@@ -97,9 +103,11 @@ class Explorer(AnyWidget):
             head, query = head_of(self.head), relation.query[row : row + 1]
             attention = attention_from(self._model, prompt, [head], query, self._options)
             drawing = AttentionView(prompt, query.tolist(), attention).to_html(head, self.relation, row=row)
+        aligned = self.relation in ("align_query", "align_key", "lookup")
         page = rendered(
             "report/templates/explorer.html",
-            gold=Html(prompt.to_html()),
+            prompt=Html(prompt.to_html(relation=None if aligned else self.relation)),
+            aligned=aligned,
             attention=drawing,
             relation=self.relation,
             answers=self._answers(prompt),
@@ -114,11 +122,12 @@ class Explorer(AnyWidget):
         heads = [head_of(name) for name in self.ablated]
         runs = {"intact": []} | ({f"without {', '.join(self.ablated)}": self._edits(heads)} if heads else {})
         target, predicted = prompt.column("token"), torch.zeros(len(runs), len(prompt.targets), dtype=torch.long)
-        chance = torch.zeros(len(runs), len(prompt.targets))
+        metrics = TargetMetrics.of(prompt, ("accuracy", "prob"))
+        numbers = torch.zeros(len(runs), 2, len(prompt.targets))
 
         def keep(index: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
             predicted[index, rows] = logits.argmax(-1).cpu()
-            chance[index, rows] = logits.softmax(-1).cpu()[range(len(rows)), target[rows]]
+            numbers[index, :, rows] = metrics.numbers(logits, rows).float().cpu()
 
         run_edited(
             self._model,
@@ -131,7 +140,7 @@ class Explorer(AnyWidget):
         )
         texts = [[readable(prompt.string_of(int(token))) for token in tokens] for tokens in (target, *predicted)]
         columns = {"target": texts[0]}
-        for name, text, right, p in zip(runs, texts[1:], predicted == target, chance, strict=True):
+        for name, text, (right, p) in zip(runs, texts[1:], numbers, strict=True):
             columns[name] = [f"{t}{'' if r else ' ✗'}" for t, r in zip(text, right.tolist(), strict=True)]
             columns[f"p, {name}"] = [f"{value:.2f}" for value in p.tolist()]
         return Html(pd.DataFrame(columns).to_html(index=False, border=0))

@@ -16,7 +16,7 @@ from align_circuits.heads.attention import attention_from
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6)
 
 # What Jupyter gives a widget: its traits, told apart by name, and who is told of their changes.
-PAGE = """<!doctype html><html lang="en"><body><div id="widget"></div><script type="module">
+PAGE = """<!doctype html><html lang="en"><body><p id="first">before</p><div id="widget"></div><script type="module">
 CODE
 const traits = TRAITS, listeners = {}, saved = [];
 const model = {
@@ -34,6 +34,7 @@ Object.assign(window, {saved, change, leave, listeners});
 USE = """() => {
   const [prompt, relation, row, head, ablate] = document.querySelectorAll("input, select");
   const press = (control, change) => { change(control); control.dispatchEvent(new Event("change")); };
+  const beside = document.getElementById("first");
   const first = document.querySelector("#widget > div:last-child").textContent;
   press(head, control => { control.value = "L3H2"; });
   press(row, control => { control.value = 2; });
@@ -43,7 +44,7 @@ USE = """() => {
   change("ablated", ["L3H2"]);
   change("shown", "<p>the next page</p>");
   const seen = {
-    first, saved, checked: ablate.checked, status: document.querySelector("[role=status]").textContent,
+    beside, first, saved, checked: ablate.checked, status: document.querySelector("[role=status]").textContent,
     page: document.querySelector("#widget > div:last-child").textContent,
     labels: [...document.querySelectorAll("label")].map(label => label.firstChild.textContent.trim()),
   };
@@ -87,6 +88,32 @@ def test_ablated_heads_change_the_answers_as_ablate_heads_says(planted):
     changed = ac.ablate_heads(model, prompts, heads=lookup[:1], metrics=["prob"]).where(kind="all").frame["value"]
     mean = torch.tensor([intact_and_ablated(explorer, index) for index in range(len(prompts))]).mean(0)
     assert mean[1] - mean[0] == pytest.approx(float(changed.iloc[0]), abs=0.01)  # the page has two digits
+
+
+@pytest.mark.parametrize("ablated", [[], ["L3H2"]])
+def test_it_counts_answers_as_right_where_evaluate_does(ablated):
+    model = ac.load("toy-llama-ica")
+    prompts = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6).sample(12, model.tokenizer, seed=1)
+    explorer = ac.explore(model, prompts)
+    explorer.ablated = ablated
+    wrong, other = 0, 0
+    for explorer.prompt in range(len(prompts)):
+        rows = re.findall(r"<tr>\s*<td>(.*?)</td>\s*<td>(.*?)</td>", explorer.shown.split("Answers")[1])
+        wrong += sum("✗" in predicted for _, predicted in rows)
+        other += sum(target != predicted.removesuffix(" ✗") for target, predicted in rows)
+    accuracy = ac.evaluate(model, prompts).where(predictor="model", metric="accuracy", kind="all", offset=None)
+    assert 1 - wrong / len(prompts.targets) == pytest.approx(float(accuracy.frame["value"].iloc[0]))
+    assert wrong < other, "letters that the automaton accepts beside the target's own are right"
+
+
+def test_it_draws_a_relation_of_the_users_own(planted):
+    model, prompts = planted
+    own = ac.Relation.from_pairs([(0, 9, [4]), (0, 12, [6, 7])], prompts=prompts)
+    explorer = ac.explore(model, prompts.with_relations(mine=own), relations=["mine"])
+    assert prompts.with_relations(mine=own).to_html(0, relation="mine") in explorer.shown
+    assert "Relation: mine" in explorer.shown and "of its attention is on the framed keys" in explorer.shown
+    explorer.prompt = 1
+    assert "This prompt has no row of mine." in explorer.shown
 
 
 def chances(page: str, columns: int = 1) -> list[list[float]]:
@@ -137,24 +164,28 @@ def test_without_anywidget_it_says_what_to_install(planted, monkeypatch):
         ac.explore(*planted)
 
 
-def test_a_page_without_a_kernel_shows_the_first_view(planted):
-    explorer = ac.explore(*planted)
-    data, _ = explorer._repr_mimebundle_()
-    assert data["text/html"] == explorer.shown
-    assert "application/vnd.jupyter.widget-view+json" in data
+def test_a_page_without_a_kernel_shows_the_first_view(planted, monkeypatch):
+    explorer, outputs = ac.explore(*planted), []
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: outputs.append(data))
+    explorer._ipython_display_()
+    page, widget = outputs
+    assert explorer.shown in page["text/html"]
+    assert set(page) == {"text/html", "text/plain"}, "nbconvert would take a widget from a server before the page"
+    assert widget["application/vnd.jupyter.widget-view+json"]["model_id"] == explorer.model_id
     assert repr(explorer) == "Explorer(prompt 0 of 8, L0H0, align_query)"
 
 
 def test_its_controls_set_the_traits_in_a_browser(planted, tmp_path):
     explorer = ac.explore(*planted)
     names = ("prompt", "relation", "row", "head", "ablated", "choices", "shown")
-    traits = json.dumps({name: getattr(explorer, name) for name in names}).replace("<", "\\u003c")
+    traits = json.dumps({name: getattr(explorer, name) for name in names} | {"stand_in": "first"}).replace("<", "\\u003c")
     code = files("align_circuits.report").joinpath("explorer.js").read_text(encoding="utf-8")
     page = tmp_path / "page.html"
     code = code.replace("export default {render}", "const widget = {render}")
     page.write_text(PAGE.replace("CODE", code).replace("TRAITS", traits), encoding="utf-8")
     seen, console = browser.ran(page, tmp_path, USE)
     assert console == []
+    assert seen["beside"] is None, "the page that stands in where no kernel is"
     assert "is on the framed keys" in seen["first"]
     chosen = [["head", "L3H2"], ["row", 2], ["ablated", ["L3H2"]], ["relation", "lookup"], ["prompt", 4]]
     assert [each for each in seen["saved"] if each != "saved"] == chosen and seen["saved"].count("saved") == 5

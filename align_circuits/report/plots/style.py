@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from align_circuits.jobs.control_characters import printable
+from align_circuits.report.plots.notebook_figure import Figure
 
 SEQUENTIAL = "Cividis"
 """The scale for values in [0, 1]; made for colour-blind readers (Nuñez et al., 2018)."""
@@ -139,8 +140,9 @@ def coloured(figure: go.Figure, title: str, bound: float = 1, *, signed: bool = 
     figure.update_layout(coloraxis={"colorscale": colours, "cmin": lowest, "cmax": bound, "colorbar": bar})
 
 
-def styled(figure: go.Figure, title: str, height: int) -> go.Figure:
+def styled(drawn: go.Figure, title: str, height: int) -> Figure:
     """Returns the figure with a transparent ground and grey letters, for light and dark pages; no template is set."""
+    figure = Figure(drawn)
     top, bottom, below = 60 if title else 35, 55, 85  # in pixels; the legend stands below the title of the x axis
     figure.update_layout(
         title={"text": plain(title), "font": {"size": 15}},
