@@ -7,10 +7,13 @@ BIN    := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 READY   := $(VENV)/.ready
 
-# In front of all else that is installed in $(VENV): TransformerLens 3, whose HookedTransformer many notebooks hold;
-# bitsandbytes, which slows every import down and warns; the weights of a pretrained model; what plants faults.
+# In front of all else that is installed in $(VENV): TransformerLens 3, whose HookedTransformer many notebooks hold, and
+# SAELens, which needs it; nnsight and inseq; bitsandbytes, which slows every import down and warns; the weights of a
+# pretrained model; what plants faults.
 VENV3  := .venv-tl3
 READY3 := $(VENV3)/.ready
+VENVNEXT  := .venv-neighbours
+READYNEXT := $(VENVNEXT)/.ready
 VENV4  := .venv-four-bit
 READY4 := $(VENV4)/.ready
 VENVREAL  := .venv-real
@@ -29,11 +32,11 @@ export HF_HUB_OFFLINE := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 # Waiting for each other, threads make small models slower.
-demos cluster docs found mutants soak test test-real: export OMP_NUM_THREADS := 1
+demos cluster docs notebooks found mutants soak test test-real: export OMP_NUM_THREADS := 1
 
 PYTHONS := test-python-3.12 test-python-3.13
 
-.PHONY: demo test test-slow test-tl3 test-four-bit test-real test-pythons $(PYTHONS) cluster gpu found mutants soak check check-all environments lint types audit demos docs pages wheel release clean
+.PHONY: demo test test-slow test-tl3 test-neighbours test-four-bit test-real test-pythons $(PYTHONS) cluster gpu found mutants soak check check-all environments lint types audit demos notebooks docs pages wheel release clean
 
 demo: $(PACKAGE)
 	@echo "Demo, step 1 of 2: naming the heads of a circuit built by hand, whose heads are known (15 seconds)"
@@ -52,7 +55,11 @@ test-slow: $(READY)
 	$(BIN)/python $(PYTEST) -m slow
 
 test-tl3: $(READY3)
-	$(VENV3)/bin/python -m pytest -m "" tests/test_hooked_transformer.py
+	$(VENV3)/bin/python -m pytest -m "" tests/test_hooked_transformer.py tests/test_other_tools.py
+
+# The page about other tools, with those of them that TransformerLens 4 runs beside.
+test-neighbours: $(READYNEXT)
+	$(VENVNEXT)/bin/python -m pytest -m "" tests/test_other_tools.py
 
 test-four-bit: $(READY4)
 	$(VENV4)/bin/python -m pytest -m "" tests/training/test_tuning.py tests/models/test_quantization.py -k "four_bit or quantization"
@@ -97,7 +104,7 @@ soak: $(READY)
 
 # The pages of `docs` execute every demo, with SmolLM2 where they use it. Legs of one process run two at a time. At the end
 # it prints how long each leg took, and the slowest tests. No leg is left to a later landing, so that `check-all` is the same.
-ALONE   := test-real types test-tl3 test-four-bit $(PYTHONS) wheel lint audit
+ALONE   := test-real types test-tl3 test-neighbours test-four-bit $(PYTHONS) wheel lint audit
 CHECKED := runs/check
 LEG      = $(MAKE) --no-print-directory
 
@@ -114,7 +121,7 @@ check:
 
 check-all: check
 
-environments: $(READY) $(READY3) $(READY4) $(READYREAL)
+environments: $(READY) $(READY3) $(READYNEXT) $(READY4) $(READYREAL)
 
 leg-%:
 	@start=$$(date +%s); \
@@ -138,6 +145,10 @@ audit: $(READY)
 # Every demo is executed from top to bottom, as a reader would.
 demos: $(READY)
 	set -e; for demo in demos/*.py; do echo "== $$demo"; $(BIN)/python "$$demo"; done
+
+# The tutorials as notebooks that GitHub shows: those whose script has changed are executed, in up to ten minutes each.
+notebooks: $(READYREAL)
+	$(VENVREAL)/bin/python docs/notebooks.py
 
 docs: $(READYREAL)
 	$(VENVREAL)/bin/python -m sphinx -j 2 --fail-on-warning --keep-going -b html docs docs/_build/html
@@ -180,7 +191,19 @@ define overlay
 endef
 
 $(READY3): $(READY) Makefile
-	$(call overlay,$(VENV3),transformer-lens==3.9.0 better-abc==0.0.3)
+	$(call overlay,$(VENV3),transformer-lens==3.9.0 better-abc==0.0.3 sae-lens==6.54.12 babe==0.0.8 \
+		docstring-parser==0.18.0 nltk==3.10.4 plotly-express==0.4.1 py2store==0.1.24 python-dotenv==1.2.4 \
+		simple-parsing==0.1.9 tenacity==9.2.1)
+	$(VENV3)/bin/python -c "import sae_lens"  # without it its test would be skipped
+	touch $@
+
+$(READYNEXT): $(READY) Makefile
+	$(call overlay,$(VENVNEXT),nnsight==0.8.1 annotated-types==0.8.0 astor==0.8.1 cloudpickle==3.1.3 greenlet==3.5.6 \
+		pydantic==2.14.4 pydantic-core==2.50.5 python-socketio==5.18.1 toml==0.10.2 typing-inspection==0.4.5 \
+		websocket-client==1.9.2 zstandard==0.25.0 inseq==0.7.1 captum==0.9.0 contourpy==1.3.3 cycler==0.12.1 \
+		fonttools==4.68.0 kiwisolver==1.5.1 matplotlib==3.11.2 pillow==13.0.0 protobuf==7.36.2 pyparsing==3.3.3 \
+		sentencepiece==0.2.3 treescope==0.1.10 typeguard==2.13.3)
+	$(VENVNEXT)/bin/python -c "import nnsight, inseq"
 	touch $@
 
 $(READY4): $(READY) Makefile
@@ -202,4 +225,4 @@ release: $(READY)
 	$(BIN)/python tests/release.py
 
 clean:
-	rm -rf $(VENV) $(VENV3) $(VENV4) $(VENVREAL) $(VENVMUTANTS) build dist *.egg-info docs/_build runs
+	rm -rf $(VENV) $(VENV3) $(VENVNEXT) $(VENV4) $(VENVREAL) $(VENVMUTANTS) build dist *.egg-info docs/_build runs

@@ -26,7 +26,14 @@ author = "The align_circuits developers"
 release = version = installed("align-circuits")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "conf.py", "executed_pages.py", "images", "jupyter_execute", "kept_results.py", "style"]
+exclude_patterns = [
+    "_build",
+    "images",
+    "jupyter_execute",
+    "style",
+    "*.py",
+    "**.ipynb",
+]  # the pages of demos are scripts
 source_suffix = {".md": "myst-nb", ".py": "myst-nb"}
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "cache"

@@ -7,7 +7,6 @@ GitHub runs no script in a notebook and drops the styles of HTML: so figures, at
 with Chromium, and only tables are HTML. Progress bars are left out.
 """
 
-# ruff: noqa: T201
 import argparse
 import asyncio
 import time

@@ -70,7 +70,8 @@ class Explorer(AnyWidget):
         """Shows the page and then the widget: of a single output nbconvert would take the widget, from a server."""
         from IPython.display import display
 
-        widget, about = self._repr_mimebundle_()
+        view: Any = self._repr_mimebundle_()
+        widget, about = view
         display({"text/plain": repr(self), "text/html": f'<div id="{self.stand_in}">{self.shown}</div>'}, raw=True)
         display({**widget, "text/plain": "", "text/html": ""}, metadata=about, raw=True)
 

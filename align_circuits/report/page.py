@@ -69,7 +69,9 @@ def write_report(
         answer=answer,
         details=details,
         facts={name: fact for name, fact in (_known(provenance) | dict(facts or {})).items() if fact},
-        scripts=[packed(script()) for kind, script in libraries.items() if any(issubclass(each, kind) for each in kinds)],
+        scripts=[
+            packed(script()) for kind, script in libraries.items() if any(issubclass(each, kind) for each in kinds)
+        ],
         sections=blocks,
         words=Definitions(),
         provenance=provenance.to_json(),

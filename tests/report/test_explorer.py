@@ -178,7 +178,9 @@ def test_a_page_without_a_kernel_shows_the_first_view(planted, monkeypatch):
 def test_its_controls_set_the_traits_in_a_browser(planted, tmp_path):
     explorer = ac.explore(*planted)
     names = ("prompt", "relation", "row", "head", "ablated", "choices", "shown")
-    traits = json.dumps({name: getattr(explorer, name) for name in names} | {"stand_in": "first"}).replace("<", "\\u003c")
+    traits = json.dumps({name: getattr(explorer, name) for name in names} | {"stand_in": "first"}).replace(
+        "<", "\\u003c"
+    )
     code = files("align_circuits.report").joinpath("explorer.js").read_text(encoding="utf-8")
     page = tmp_path / "page.html"
     code = code.replace("export default {render}", "const widget = {render}")

@@ -22,7 +22,7 @@ class Figure(go.Figure):
     """
 
     def _ipython_display_(self) -> None:
-        if pio.renderers.render_on_display:
+        if pio.renderers.render_on_display and pio.renderers.default:
             self.show()
         else:
             super()._ipython_display_()
