@@ -38,6 +38,9 @@ Figure._ipython_display_ = AttentionView._ipython_display_ = show
 """Run before the first cell."""
 
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+"""What progress bars are in a notebook."""
+
 PAGE = '<!doctype html><meta charset="utf-8"><body style="margin:0;display:inline-block;max-width:900px">{}</body>'
 
 
@@ -83,7 +86,9 @@ def make(script: Path) -> None:
         cell.id = f"cell-{index}"
     for count, cell in enumerate(code, 1):
         cell.execution_count = count
-        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+        cell.outputs = [
+            each for each in cell.outputs if each.get("name") != "stderr" and WIDGET not in each.get("data", {})
+        ]
         for output in cell.outputs:
             output.pop("execution_count", None)
             if output.output_type == "execute_result":

@@ -24,12 +24,12 @@ ROOMS = {
     "align_circuits/heads": (3510, 2600),
     "align_circuits/circuits": (1254, 1100),
     "align_circuits/localizers": (528, 500),
-    "align_circuits/report": (1836, 1700),
+    "align_circuits/report": (1901, 1700),
     "align_circuits/training": (1663, 1400),
     "align_circuits/cli": (2108, 1500),
     "align_circuits/papers": (10683, 8500),
     "hooks": (3715, 2600),
-    "tests": (29891, 20000),
+    "tests": (30231, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -29,5 +29,6 @@ def test_a_notebook_is_its_script_executed(script):
     assert any("image/png" in output.get("data", {}) for output in outputs), "GitHub shows pictures"
     for output in outputs:
         assert output.output_type != "error" and output.get("name") != "stderr"
+        assert "application/vnd.jupyter.widget-view+json" not in output.get("data", {}), "a progress bar"
         html = output.get("data", {}).get("text/html", "<table")
         assert "<table" in html and "<script" not in html, "GitHub runs no script and drops styles"
