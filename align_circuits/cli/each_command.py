@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from hashlib import file_digest, sha256
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -90,13 +91,23 @@ class Each(Verb):
             parts = [model or "", variant, f"seed-{seed}"]
             name = "_".join(part for part in (re.sub(r"[^\w.]+", "-", each).strip("-.") for each in parts) if part)
             run = {"command": list(self.command), "model": model, "variant": variant, "run_seed": seed}
-            yield {**run, "folder": str(inside(folder, name))}
+            read = {word: _contents(Path(word)) for word in _arguments(**run)[1:] if Path(word).exists()}
+            yield {**run, "folder": str(inside(folder, name)), "read": read}
 
 
-def run_once(*, command: Sequence[str], model: str | None, variant: str, run_seed: int, folder: str) -> pd.DataFrame:
+def run_once(
+    *,
+    command: Sequence[str],
+    model: str | None,
+    variant: str,
+    run_seed: int,
+    folder: str,
+    read: Mapping[str, str],  # noqa: ARG001 - it tells jobs apart
+) -> pd.DataFrame:
     """Runs a verb with one model and seed, which writes its results into a folder; the function of a job.
 
-    Returns the rows of its table; an error of the verb is a RuntimeError.
+    `read` has a hash of each file or folder that is named. Returns the rows of its table; an error of the verb is a
+    RuntimeError.
     """
     printed, complaint = StringIO(), StringIO()
     with redirect_stdout(printed), redirect_stderr(complaint):
@@ -121,8 +132,18 @@ def _options(variant: str) -> list[str]:
     return words
 
 
-def _arguments(command: Sequence[str], model: str | None, variant: str, seed: int) -> list[str]:
-    return [*command, *_options(variant), *(() if model is None else ("--model", model)), "--seed", str(seed)]
+def _contents(path: Path) -> str:
+    """A hash of a file, or of the files of a folder."""
+    sha = sha256()
+    for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if each.is_file():
+            with each.open("rb") as file:
+                sha.update(str(each).encode() + file_digest(file, "sha256").digest())
+    return sha.hexdigest()[:16]
+
+
+def _arguments(command: Sequence[str], model: str | None, variant: str, run_seed: int) -> list[str]:
+    return [*command, *_options(variant), *(() if model is None else ("--model", model)), "--seed", str(run_seed)]
 
 
 def _check(run: dict[str, Any]) -> None:

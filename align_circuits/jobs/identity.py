@@ -43,10 +43,31 @@ def identity_of(value: Any) -> str:
     return _Hashes().of(value).hex()[:16]
 
 
+def told(what: str, value: Any) -> str:
+    """Returns the identity of what something rests on that is kept and read again.
+
+    Raises:
+        ValueError: It cannot be told; the message begins with `what`.
+    """
+    try:
+        return identity_of(value)
+    except Unidentified as error:
+        raise ValueError(
+            f"{what} could not be told from those of another run, since {error} cannot: give the function or object "
+            "that it belongs to an attribute identity, a text with its name and version, which you change with it; or "
+            "keep nothing"
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that compute, by name."""
+    return {name: _version(name) for name in ("python", *NUMERICAL)}
+
+
 @cache
 def release() -> str:
-    """Returns a hash of the code that computes results: of this package's files, and the versions of `NUMERICAL`."""
-    sha = hashlib.sha256(repr([(name, _version(name)) for name in ("python", *NUMERICAL)]).encode())
+    """Returns a hash of the code that computes results: of this package's files, and `versions`."""
+    sha = hashlib.sha256(repr([*versions().items()]).encode())
     # Some rooms of a checkout are links.
     for folder, rooms, files in os.walk(Path(__file__).parents[1], followlinks=True):
         rooms.sort()
@@ -113,6 +134,8 @@ class _Hashes:
             yield from ("method", value.__name__, self.of(value.__self__))
         elif isinstance(value, CodeType):
             yield from self._code(value)
+        elif value is os.environ:
+            yield "environ"
         elif isinstance(value, ModuleType):
             if not _is_installed(value.__name__):
                 raise Unidentified(f"the module {value.__name__} as a whole")
@@ -146,8 +169,12 @@ class _Hashes:
             yield self.of({name: part for name, part in vars(value).items() if name not in cached})
             return
         reduced = value.__reduce_ex__(4)
-        if isinstance(reduced, str):
-            yield reduced
+        if isinstance(reduced, str):  # found by its name, as what `functools.cache` makes of a function is
+            module = getattr(value, "__module__", None) or ""
+            if not _is_installed(module) and not hasattr(value, "__wrapped__"):
+                raise Unidentified(f"{module}.{reduced}")
+            yield from (module, reduced)
+            yield _version(module) if _is_installed(module) else self.of(value.__wrapped__)
             return
         # What makes the copy tells nothing more, and is often a private part of a library.
         yield from map(self.of, ([*part] if isinstance(part, Iterator) else part for part in reduced[1:]))
@@ -199,12 +226,14 @@ class _Hashes:
             return _sha("builtin" if chain[0] in builtins else "unknown", chain[0])
         value, path = names[chain[0]], chain[1:]
         while path and isinstance(value, ModuleType) and hasattr(value, path[0]):
+            if _is_installed(value.__name__):  # nor do its variables count, such as `os.environ`
+                return _sha("installed", value.__name__, *path, _version(value.__name__))
             value, path = getattr(value, path[0]), path[1:]
         return self.of(value)
 
     def _code(self, code: CodeType) -> Iterator[str | bytes]:
-        if imported := [name for name in _imported(code) if not _is_installed(name)]:
-            raise Unidentified(f"the module {imported[0]}, imported within a function,")
+        if imported := [name for name in _imported(code) if not (name and _is_installed(name))]:
+            raise Unidentified(f"the module {imported[0] or 'beside it'}, imported within a function,")
         yield from ("code", code.co_code, code.co_exceptiontable, repr(code.co_names), repr(code.co_varnames))
         yield from (repr((code.co_freevars, code.co_cellvars, code.co_argcount, code.co_kwonlyargcount)),)
         yield from (str(code.co_flags), self.of(code.co_consts))

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from align_circuits.jobs.executors import ProcessExecutor, why_lost
 from align_circuits.jobs.files import inside, read_object, remove_partial, replacing
+from align_circuits.jobs.identity import PACKAGE, identity_of, release, settings_of_the_process, told, versions
 from align_circuits.jobs.locks import claimed, is_claimed, shared_folder, until_done, written_once
 
 Attempts = Iterator[tuple[Path, str | None]]
@@ -117,8 +118,9 @@ def run_jobs(
 
     Each result is one JSON file, written atomically, whose name ends in hashes of function, code (see `code_version`),
     and config and seed. So a killed run goes on with the unfinished jobs, and another config, seed or function is
-    another job; files of earlier code are ignored, and removed once all jobs of a function are finished. A job that
-    fails leaves a `.error` file with its config and traceback, and the others go on.
+    another job; files of earlier code are ignored, and removed once all jobs of a function are finished. A file that a
+    function reads does not count: give a hash of it in the config. A job that fails leaves a `.error` file with its
+    config and traceback, and the others go on.
 
     Several runs may share a folder, on one host or several: a job that another process is at is left to it, and done
     here only if that fails. A file with the list of jobs lets `read_progress` follow the run.
@@ -130,31 +132,33 @@ def run_jobs(
         jobs: The jobs; one that is listed twice runs once.
         folder: Where the files are.
         executor: Of the standard library's kind, such as `distributed.Client(...).get_executor()`. Its workers share
-            the folder, the working directory and the code with this process: one whose code differs fails its job.
+            the folder, the working directory and the code with this process: where `code_version` differs the job
+            fails.
         processes: The number of processes, without an executor.
         progress: Whether to draw a progress bar over the jobs, and to name those that fail.
 
     Raises:
-        ValueError: A function cannot be imported, `processes` is below 1 or given beside an executor, or the folder
-            cannot be written or locked.
+        ValueError: A function cannot be imported or told from others, `processes` is below 1 or given beside an
+            executor, or the folder cannot be written or locked.
     """
     if processes < 1:
         raise ValueError(f"processes={processes}: give at least 1")
     if executor is not None and processes != 1:
         raise ValueError(f"processes={processes} beside an executor, which has its own: leave one of them out")
     folder = shared_folder(folder)
-    versions = {name: code_version(name) for name in dict.fromkeys(job.function for job in jobs)}
-    paths = {_path(folder, job, versions[job.function]): job for job in jobs}
+    found = {name: code_version(name) for name in dict.fromkeys(job.function for job in jobs)}
+    _VERSIONS.update(found)
+    paths = {_path(folder, job, found[job.function]): job for job in jobs}
     waiting = {path: job for path, job in paths.items() if not path.exists()}
     if paths:
         listed = {path.name: asdict(job) for path, job in paths.items()}
         write_plan(folder / f".plan-{_digest(sorted(listed))}.json", {"jobs": listed})
     if executor is not None:
-        attempts = until_done(waiting, lambda left: _attempts_on(executor, left, versions))
+        attempts = until_done(waiting, lambda left: _attempts_on(executor, left, found))
     elif processes == 1:
         attempts = until_done(waiting, _attempts_here)
     else:
-        attempts = until_done(waiting, lambda left: _attempts_in_processes(left, min(processes, len(left))))
+        attempts = until_done(waiting, lambda left: _attempts_in_processes(left, found, min(processes, len(left))))
     failures = []
     with tqdm(total=len(paths), initial=len(paths) - len(waiting), disable=not (progress and paths), unit="job") as bar:
         for path, error in attempts:
@@ -167,10 +171,10 @@ def run_jobs(
             bar.set_postfix(failed=len(failures), refresh=False)
             bar.update()
     if not failures:
-        _remove_earlier(folder, versions)
+        _remove_earlier(folder, found)
     rows = {path: _rows(path) for path in paths}
     joined = [row for path, job in paths.items() for row in _with_config(job, rows[path])]
-    by_job = tuple(rows[_path(folder, job, versions[job.function])] for job in jobs)
+    by_job = tuple(rows[_path(folder, job, found[job.function])] for job in jobs)
     return JobResults(pd.DataFrame(joined), tuple(failures), by_job)
 
 
@@ -289,18 +293,19 @@ def _with_config(job: Job, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def code_version(function: str) -> str:
-    """Returns a hash of the code on which a function depends.
+    """Returns a hash of the code on which a function depends, and of what else its results rest on.
 
     It covers the function's module and the modules of this package and of the function's own that it imports, directly
-    or not, as syntax trees without docstrings: comments, docstrings and layout do not change the version, nor do other
-    packages.
+    or not, as syntax trees without docstrings: comments and layout do not change the version. Then the versions of
+    Python and of the packages that compute, and the settings of PyTorch. A function of another package counts with its
+    closure, its defaults and all that it refers to, as they are now (`identity_of`), and with all of this package.
 
     Raises:
-        ValueError: There is no such function.
+        ValueError: There is no such function, or it refers to what cannot be told from others, such as an open file.
     """
     module, _, _ = function.partition(":")
-    _find(function)
-    roots, hashes, waiting = frozenset({"align_circuits", module.partition(".")[0]}), {}, [module]
+    found = _find(function)
+    roots, hashes, waiting = frozenset({PACKAGE, module.partition(".")[0]}), {}, [module]
     while waiting:
         name = waiting.pop()
         if name in hashes:
@@ -312,7 +317,11 @@ def code_version(function: str) -> str:
         package = name if spec.submodule_search_locations else name.rpartition(".")[0]
         hashes[name], imported = _read_module(spec.origin, Path(spec.origin).stat().st_mtime_ns, package, roots)
         waiting += imported
-    return _digest(hashes)
+    rests_on = [hashes, versions(), settings_of_the_process()]
+    # The modules of this package import each other by name; others take what they need of it when they need it.
+    if module.partition(".")[0] != PACKAGE:
+        rests_on += [release(), told(f"results of {function!r}", found)]
+    return identity_of(rests_on)
 
 
 @cache
@@ -391,19 +400,17 @@ def _attempts_here(jobs: Mapping[Path, Job]) -> Attempts:
         yield path, error
 
 
-def _attempts_in_processes(jobs: Mapping[Path, Job], processes: int) -> Attempts:
+def _attempts_in_processes(jobs: Mapping[Path, Job], versions: Mapping[str, str], processes: int) -> Attempts:
     executor = ProcessExecutor(processes)
     try:
-        yield from _attempts_on(executor, jobs, {})
+        yield from _attempts_on(executor, jobs, versions)
     finally:  # also after an interrupt: no one waits for what is running
         executor.shutdown(cancel_futures=True)
 
 
 def _attempts_on(executor: Executor, jobs: Mapping[Path, Job], versions: Mapping[str, str]) -> Attempts:
     here = Path.cwd()
-    futures = {
-        executor.submit(_attempt, path, job, versions.get(job.function), here): path for path, job in jobs.items()
-    }
+    futures = {executor.submit(_attempt, path, job, versions[job.function], here): path for path, job in jobs.items()}
     try:
         for future in as_completed(futures):
             try:
@@ -423,8 +430,11 @@ def _attempt(path: Path, job: Job, version: str | None = None, folder: Path | No
     """
 
     def run(temporary: Path) -> None:
-        if version not in (None, code_version(job.function)):
-            raise RuntimeError(f"the code of {job.function} is not that of the process which submits it: update it")
+        if version not in (None, _version_here(job.function)):
+            raise RuntimeError(
+                f"{job.function} is not that of the process which submits it: give both the same code, versions and "
+                "settings of PyTorch, and start the worker anew"
+            )
         rows = pd.DataFrame(_find(job.function)(**job.config, **job.seeded)).to_dict("records")
         text = json.dumps({**asdict(job), "rows": rows}, indent=1, default=_null) + "\n"
         temporary.write_text(text, encoding="utf-8")
@@ -438,6 +448,17 @@ def _attempt(path: Path, job: Job, version: str | None = None, folder: Path | No
     except Exception:  # any error is the job's own: it is reported with the job, and the others go on
         return traceback.format_exc()
     return ""
+
+
+def _version_here(function: str) -> str:
+    """As it was before this process ran any of its jobs, which may fill a cache of the function's."""
+    if function not in _VERSIONS:
+        _VERSIONS[function] = code_version(function)
+    return _VERSIONS[function]
+
+
+_VERSIONS: dict[str, str] = {}
+"""Of the functions whose jobs this process submits or runs for another one."""
 
 
 def _null(value: Any) -> None:

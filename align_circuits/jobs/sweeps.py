@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from align_circuits.jobs.files import inside, read_object
-from align_circuits.jobs.identity import Unidentified, identity_of, release, settings_of_the_process
+from align_circuits.jobs.identity import release, settings_of_the_process, told
 from align_circuits.jobs.jobs import Progress, progress_of, write_plan
 from align_circuits.jobs.locks import shared_folder, until_done, written_once
 
@@ -45,14 +45,8 @@ class SweepParts:
         self._folder: Path | None = None
         if folder is not None:
             rests_on = {"release": release(), "process": settings_of_the_process(), **identity}
-            try:
-                name = identity_of([(part, rests_on[part]) for part in sorted(rests_on)])
-            except Unidentified as error:
-                raise ValueError(
-                    f"{what} in {str(folder)!r} could not be told from those of another run, since {error} cannot: "
-                    "give the function or object that it belongs to an attribute identity, a text with its name and "
-                    "version, which you change with it; or keep no parts"
-                ) from error
+            parts = [(part, rests_on[part]) for part in sorted(rests_on)]
+            name = told(f"{what} in {str(folder)!r}", parts)
             self._folder = shared_folder(inside(folder, name))
 
     @property

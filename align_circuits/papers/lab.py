@@ -39,9 +39,10 @@ import plotly.graph_objects as go
 import torch
 
 from align_circuits.jobs.files import inside
+from align_circuits.jobs.identity import identity_of
 from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.models.loading import load
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.protocol import model_identity
 from align_circuits.papers.claims import Check, Claims, checks_of
 from align_circuits.papers.statistics import Statistic, levels, measured, over_seeds, rows
 from align_circuits.report import plots
@@ -81,7 +82,8 @@ class Inputs:
     """What a run of a study is given beside its config."""
 
     models: Mapping[str, Mapping[str, Any]]
-    """The provenance of each model by what `load` takes."""
+    """The provenance of each model by what `load` takes; its `weights` are a hash of the settings and the tokenizer
+    too, of all that its numbers rest on."""
     trained: str
     """The folder of all trainings; see `training_folder`."""
 
@@ -152,7 +154,10 @@ class Study:
                 from there.
         """
         folder = Path(folder)
-        inputs = Inputs({model: model_provenance(self.load(model)) for model in models}, str(inside(folder, "trained")))
+        identities = {model: model_identity(self.load(model)) for model in models}
+        provenances = {model: identity["provenance"] for model, identity in identities.items()}
+        told = {model: {**provenances[model], "weights": identity_of(identities[model])} for model in models}
+        inputs = Inputs(told, str(inside(folder, "trained")))
         rows: dict[str, list[dict[str, Any]]] = {}
         for stage in (self.train, self.jobs):
             measurements = stage(config, inputs)
@@ -165,7 +170,7 @@ class Study:
                 rows.setdefault(each.function.__name__, []).extend(plain)
         frame = self.summarize(config, {name: pd.DataFrame(parts) for name, parts in rows.items()})
         settings = {"study": self.name, "config": json.loads(json.dumps(asdict(config), default=str))}
-        about = next(iter(inputs.models.values())) if len(inputs.models) == 1 else inputs.models
+        about = next(iter(provenances.values())) if len(provenances) == 1 else provenances
         return Table(frame.reset_index(drop=True), Provenance("measure", settings, model=about))
 
 

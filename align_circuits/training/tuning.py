@@ -25,6 +25,7 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.jobs.identity import identity_of
+from align_circuits.jobs.jobs import code_version
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance, parameters_of
@@ -277,7 +278,8 @@ def tune(
     Raises:
         KeyError: Heads clamped by a relation that the prompts do not have.
         ValueError: The method does not fit the task, or the model cannot be tuned: no TransformerLens bridge, hooks
-            attached, an adapter already there, no such layer or head, no tokenizer; or `out` holds another run.
+            attached, an adapter already there, no such layer or head, no tokenizer; or `out` holds another run, or one
+            of other code.
         ImportError: `four_bit` without bitsandbytes.
         FloatingPointError: A loss or gradient that is not finite.
     """
@@ -325,7 +327,8 @@ def tune(
         out=kept and inside(kept, "training"),
         metrics=lambda _, step: probe.measure(step),
         progress=progress,
-        recipe=json.loads(json.dumps({"task": data.record, "config": asdict(config), **edits_provenance(clamps)})),
+        recipe=json.loads(json.dumps({"task": data.record, "config": asdict(config), **edits_provenance(clamps)}))
+        | {"code": code_version(f"{__name__}:tune")},
     )
     provenance = Provenance(
         "tune",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from legs import slow_but
+from safetensors.torch import load_file, save_file
 
 from align_circuits.cli import main
 from align_circuits.tables.tables import Table
@@ -67,6 +69,17 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(capsys):
     assert main([word if word != "nowhere/at/all" else "tiny" for word in command]) == 0
     assert Path("run/planted_seed-0/table.csv").stat().st_mtime_ns == kept
     assert len(Table.load("run").frame["model"].unique()) == 2
+
+
+def test_a_run_whose_files_have_changed_is_another_run(tiny, capsys):
+    shutil.copytree(tiny, "model")
+    command = ["each", "--models", "model", "missing", "--out", "run", "--", "score", *SMALL]
+    assert main(command) == 2
+    kept = Table.load("run/model_seed-0").frame
+    weights = load_file("model/model.safetensors")
+    save_file({name: 2 * value for name, value in weights.items()}, "model/model.safetensors", {"format": "pt"})
+    assert main(command) == 2 and "1 of 2 runs failed" in capsys.readouterr().err
+    assert not Table.load("run/model_seed-0").frame.equals(kept)
 
 
 @pytest.mark.slow  # tests/jobs kills runs of jobs and trainings in the fast leg

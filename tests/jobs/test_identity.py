@@ -20,7 +20,7 @@ from torch import Tensor
 import align_circuits as ac
 from align_circuits.hooks import compat
 from align_circuits.hooks.edits import AblationBaseline
-from align_circuits.jobs import sweeps
+from align_circuits.jobs import identity, jobs, sweeps
 from align_circuits.jobs.identity import Unidentified, identity_of
 from align_circuits.models.protocol import model_identity
 from align_circuits.run.target_metrics import TargetMetrics
@@ -264,6 +264,75 @@ def test_an_own_metric_counts_with_all_that_it_refers_to(tmp_path):
     assert len({*first.values()}) == len(first)
 
 
+JOB = """
+import functools
+from os import environ
+import own_settings
+from own_settings import SCALE
+
+LIMIT = 1
+FIGURE = own_settings.torch.ones(2)
+NAMED = {"a": [1]}
+
+def factory(k): return lambda: k
+closed = factory(1)
+
+@functools.cache
+def cached(): return 1
+
+class Own:
+    size = 1
+
+def helper(x, power=1): return x ** power
+
+def rows(*, seed, token=1):
+    constant = 1
+    parts = (helper(2), SCALE, own_settings.OTHER, LIMIT, FIGURE, NAMED, closed(), cached(), Own.size, token, constant)
+    return [{"y": float(sum(parts)), "home": environ.get("HOME")}]
+"""
+
+
+def test_a_job_is_named_by_all_that_its_function_refers_to(tmp_path, monkeypatch):
+    (tmp_path / "own_settings.py").write_text("import torch\nSCALE = 1\nOTHER = 1\n")
+    settings = (tmp_path / "own_settings.py").read_text()
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def version(job: str = JOB, settings: str = settings) -> str:
+        for name, text in {"own_job": job, "own_settings": settings}.items():
+            (tmp_path / f"{name}.py").write_text(text)
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        with monkeypatch.context() as context:
+            context.setattr(sys, "dont_write_bytecode", True)
+            return jobs.code_version("own_job:rows")
+
+    first = version()
+    assert version(JOB.replace("LIMIT = 1", "LIMIT = 1  # a comment").replace("    size", "\n    size")) == first
+    monkeypatch.setenv("HOME", "/elsewhere")  # what is installed counts with its version, its variables do not
+    assert version() == first
+    numbers = [place for place in range(len(JOB)) if JOB[place] in "12"]
+    others = [version(JOB[:place] + "3" + JOB[place + 1 :]) for place in numbers]
+    others += [version(settings=settings.replace(f"{name} = 1", f"{name} = 2")) for name in ("SCALE", "OTHER")]
+    of_the_package = "align_circuits.tables.intervals:proportion"
+    own = [jobs.code_version(of_the_package)]
+    for name in ("python", *identity.NUMERICAL):
+        with monkeypatch.context() as context:
+            versions = identity.versions() | {name: "another"}
+            context.setattr(jobs, "versions", lambda versions=versions: versions)
+            others.append(version())
+            own.append(jobs.code_version(of_the_package))
+    monkeypatch.setattr(jobs, "release", lambda: "another")
+    others.append(version())
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(jobs, "settings_of_the_process", lambda: {"dtype": torch.float64})
+    others.append(version())
+    own.append(jobs.code_version(of_the_package))
+    assert len(numbers) == 10 and len({first, *others}) == len(others) + 1
+    assert len({*own}) == len(own)
+    with pytest.raises(ValueError, match=r"'own_job:rows' could not be told .* own_settings, imported within a funct"):
+        version(JOB.replace("constant = 1", "import own_settings"))
+
+
 def test_what_cannot_be_told_needs_a_text_of_its_own(models, pair, tmp_path):
     model, options = models(), ac.RunOptions(cache_dir=tmp_path)
     numbers = (token for token in (1, 2))
@@ -289,6 +358,7 @@ def test_values_that_are_alike_are_told_apart():
         *(None, True, 1, 1.0, "1", b"1", 0.0, -0.0, [1], (1,), {1}, {"1": 1}, {1: "1"}, [[1], 2], [1, [2]], range(3)),
         *(torch.ones(2), torch.ones(2, 1), torch.ones(2).double(), torch.ones(2).numpy(), torch.float32, slice(1)),
         *(torch.add, torch.sub, torch.ones(2).add, len, functools.reduce, pd.NA, pd.Series([1]), pd.Series(["1"])),
+        *(functools.cache(json.loads), functools.cache(json.dumps)),
         *(random.Random(0), random.Random(1), memory, torch.nn.Parameter(torch.ones(2))),
     ]
     assert len({identity_of(value) for value in values}) == len(values)

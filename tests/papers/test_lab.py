@@ -1,14 +1,27 @@
 """Statistics as expressions on a table, claims that name levels, and figures as data."""
 
-from itertools import product
+from dataclasses import dataclass
+from itertools import count, product
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
+import align_circuits as ac
+from align_circuits.models.protocol import model_provenance
 from align_circuits.papers.claims import Claim
-from align_circuits.papers.lab import courses, drawn_by, grids, lines, rows_along, seed_courses, seed_dots
+from align_circuits.papers.lab import (
+    Measurement,
+    Study,
+    courses,
+    drawn_by,
+    grids,
+    lines,
+    rows_along,
+    seed_courses,
+    seed_dots,
+)
 from align_circuits.papers.statistics import (
     MIDDLE,
     at_end,
@@ -116,6 +129,54 @@ def test_figures_draw_what_the_statistics_say(table):
     np.testing.assert_allclose(over_steps.data[0].y, 0.09 * np.arange(11) + 0.015)
     of_seeds: Any = seed_courses({"": {"measure": "a", "noise": MIDDLE}}, value="a")(table)
     np.testing.assert_allclose(of_seeds.data[3].y, 0.07 * np.arange(11) + 0.03)
+
+
+@dataclass(frozen=True)
+class Size:
+    n: int = 1
+
+
+def measure(*, model: str, weights: str, n: int, seed: int) -> list[dict[str, Any]]:
+    return [{"value": n, "low": 0, "high": 9, "n": 1, "model": model, "weights": weights, "seed": seed}]
+
+
+def another(**given: Any) -> list[dict[str, Any]]:
+    return measure(**given)
+
+
+def test_what_a_study_keeps_is_named_by_all_that_it_rests_on(random_hf_model, char_tokenizer, tmp_path):
+    """Of a model also its settings and single weights, which its name and its provenance do not tell."""
+
+    def changed(change: Any = None) -> Any:
+        def load(_: str) -> Any:
+            model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+            if change is not None:
+                change(model.original_model.model)
+            return model
+
+        return load
+
+    def turn(model: Any) -> None:
+        model.rotary_emb.inv_freq.mul_(3.0)
+
+    def swap(model: Any) -> None:
+        weight = model.embed_tokens.weight.data.view(-1)
+        weight[[101, 103]] = weight[[103, 101]]
+
+    def kept(config: Any = Size(), load: Any = None, function: Any = measure, seed: int = 0) -> str:
+        def jobs(config: Any, inputs: Any) -> list[Measurement]:
+            return [Measurement(function, {**inputs.model, "n": config.n}, seed)]
+
+        folder = tmp_path / str(next(number))
+        table = Study("own", {}, jobs, models="one", load=load or changed()).run(config, models=["own"], folder=folder)
+        assert table.provenance.model["weights"] == weights
+        (path,) = (folder / "jobs").glob("[!.]*.json")
+        return path.name
+
+    number, weights = count(), model_provenance(changed()(""))["weights"]
+    names = [kept(), kept(Size(2)), kept(load=changed(turn)), kept(load=changed(swap)), kept(function=another)]
+    assert len({*names, kept(seed=1)}) == 6
+    assert kept() == names[0]
 
 
 def test_figures_are_drawn_by_panel_or_by_one_function(table):

@@ -466,7 +466,7 @@ def test_held_out_prompts_are_never_learned_from(llama, char_tokenizer, at_each_
     assert len(few.probes[False]) == 1
 
 
-def test_a_run_on_own_prompts_goes_on_only_with_them(llama, char_tokenizer, tmp_path, at_each_loss):
+def test_a_run_on_own_prompts_goes_on_only_with_them(llama, char_tokenizer, tmp_path, at_each_loss, monkeypatch):
     prompts, steps = own_prompts(char_tokenizer, PADDED), []
     whole = run(llama, prompts, out=tmp_path / "whole")
 
@@ -491,6 +491,9 @@ def test_a_run_on_own_prompts_goes_on_only_with_them(llama, char_tokenizer, tmp_
     for changed, roles in ((other, None), (prompts, ["previous"])):
         with pytest.raises(ValueError, match="holds another run"):
             run(llama, changed, roles=roles, out=tmp_path / "stopped")
+    monkeypatch.setattr("align_circuits.jobs.jobs.versions", lambda: {"torch": "another"})
+    with pytest.raises(ValueError, match=r"holds another run \(recipe.code was '\w+', now '\w+'\)"):
+        run(llama, prompts, out=tmp_path / "stopped")
 
 
 def test_any_task_is_tuned_beside_own_prompts(llama, char_tokenizer):
