@@ -106,6 +106,29 @@ def _is_place(place: Any) -> bool:
     return isinstance(place, int | str)
 
 
+def read_by(tokenizer: Any, text: str | list[str], **how: Any) -> Any:
+    """Returns what a tokenizer makes of a text or of several, as Hugging Face's call does.
+
+    Raises:
+        ValueError: It gives up, as one does whose regular expressions try too often to match.
+    """
+    try:
+        return tokenizer(text, **how)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, which no `except Exception` sees
+            raise
+        raise ValueError(
+            f"{name_of(tokenizer)} gives up on the text {str(text)[:60]!r} ({error}): correct the patterns in its "
+            "tokenizer.json, or give another as tokenizer="
+        ) from error
+
+
+def name_of(tokenizer: Any) -> str:
+    """Returns how an error names a tokenizer."""
+    path = getattr(tokenizer, "name_or_path", "")
+    return f"the tokenizer {path!r} ({len(tokenizer)} tokens)" if path else f"this tokenizer ({len(tokenizer)} tokens)"
+
+
 def _ids(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text that goes on: without an end that the tokenizer adds, or a second beginning.
 
@@ -116,7 +139,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
         raise ValueError(
             f"the text {text[:60]!r} has half a character (a lone surrogate): decode it from its file anew"
         )
-    ids = list(tokenizer(text)["input_ids"])
+    ids = list(read_by(tokenizer, text)["input_ids"])
     return ids[_doubled(tokenizer, text, ids) : len(ids) - _ended(tokenizer, text, ids)]
 
 
@@ -171,7 +194,7 @@ def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, pla
     last = found[occurrence or 0] + len(part) - 1
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"positions[{name!r}]: this tokenizer does not say where its tokens lie; give token indices")
-    encoded = tokenizer(text, return_offsets_mapping=True)
+    encoded = read_by(tokenizer, text, return_offsets_mapping=True)
     offsets = encoded["offset_mapping"][_doubled(tokenizer, text, encoded["input_ids"]) :]
     if not (tokens := [token for token, (start, end) in enumerate(offsets) if start <= last < end]):
         raise ValueError(f"positions[{name!r}]: no token of text {index} holds the end of {part!r}; take another part")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from align_circuits.checks import Tokenizer, check_size, checked
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.prompts.texts import name_of
 from align_circuits.tasks.alignment import sample_alignment
 from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption
@@ -18,7 +19,7 @@ from align_circuits.tasks.layout import layout_of, length_of
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.seq2seq import TranslationTask, config_of
 from align_circuits.tasks.task import check_choices, check_least
-from align_circuits.tasks.token_ids import check_text, check_tokenizer, look_up, name_of, token_of
+from align_circuits.tasks.token_ids import check_text, check_tokenizer, look_up, token_of
 from align_circuits.tasks.word_pairs import LEXICONS
 
 Order = Literal["monotonic", "reversed", "permutation"]

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from align_circuits.prompts.prompts import TokenKind, text_of, vocabulary_hash
+from align_circuits.prompts.texts import name_of, read_by
 from align_circuits.tasks.layout import FIXED, Layout
 
 ABSENT = -1
@@ -80,7 +81,7 @@ def look_up(
     for text in dict.fromkeys(texts):
         token = token_of(tokenizer, text)
         if token is None:
-            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens = read_by(tokenizer, text, add_special_tokens=False)["input_ids"]
             reads = tokenizer.convert_ids_to_tokens(tokens) if tokens else "no token"
             raise ValueError(
                 f"{name_of(tokenizer)} reads {text!r} as {reads}, but a symbol must be one known token: "
@@ -115,7 +116,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 def token_of(tokenizer: Any, text: str) -> int | None:
     """Returns the id of a text that is one known token of a tokenizer; None of any other."""
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = read_by(tokenizer, text, add_special_tokens=False)["input_ids"]
     return tokens[0] if len(tokens) == 1 and tokens[0] != tokenizer.unk_token_id else None
 
 
@@ -155,15 +156,9 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
 def _misread(tokenizer: Any, token_ids: TokenIds, sequences: Sequence[tuple[int, ...]]) -> list[tuple[str, list[str]]]:
     """The texts of the token sequences that the tokenizer reads as other tokens, each with those tokens."""
     texts = ["".join(token_ids.token_strings[token] for token in sequence) for sequence in sequences]
-    read = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    read = read_by(tokenizer, texts, add_special_tokens=False)["input_ids"] if texts else []
     return [
         (text, tokenizer.convert_ids_to_tokens(tokens))
         for text, tokens, sequence in zip(texts, read, sequences, strict=True)
         if tuple(tokens) != sequence
     ]
-
-
-def name_of(tokenizer: Any) -> str:
-    """Returns how an error names a tokenizer."""
-    path = getattr(tokenizer, "name_or_path", "")
-    return f"the tokenizer {path!r} ({len(tokenizer)} tokens)" if path else f"this tokenizer ({len(tokenizer)} tokens)"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
@@ -17,6 +17,7 @@ from align_circuits.prompts.prompts import WRONG, Prompts
 from align_circuits.prompts.relations import IGNORE
 from align_circuits.prompts.texts import TokenizedText, check_aligned, tokenize
 from align_circuits.run.pairs import check_pair
+from align_circuits.tasks.token_ids import token_of
 
 TOKENIZER = bundled()
 LETTERS = "abcdefgh"
@@ -253,6 +254,14 @@ def test_what_a_tokenizer_adds_behind_a_text_or_twice_before_it_is_left_out():
     assert plain.positions["first"].tolist() == templated.positions["first"].tolist() == [1]
     ended = Prompts.from_texts(["a </s>"], tokenizer)
     assert ended.tokens.tolist() == [[0, 2, 1, 1]], "an end that stands in the text stays"
+
+
+def test_a_tokenizer_whose_patterns_give_up_is_named():
+    words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("(([a-z]+)+)+!"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, name_or_path="some/folder")
+    for read in (lambda: Prompts.from_texts(["a" * 60], tokenizer), lambda: token_of(tokenizer, "a" * 60)):
+        refused(r"the tokenizer 'some/folder' \(2 tokens\) gives up on the text 'aaa.*' \(Onig: Regex .*\): corr", read)
 
 
 @given(st.text(max_size=12))
