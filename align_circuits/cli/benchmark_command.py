@@ -40,9 +40,9 @@ class Benchmark(Verb):
         return self.out or Path("runs/benchmark")
 
     @property
-    def renews(self) -> str:
-        """Its own: circuits that were measured are kept, so that more of them can be added."""
-        return "benchmark"
+    def renews(self) -> dict[str, Any]:
+        """Its own of the same zoo: circuits that were measured are kept, so that more of them can be added."""
+        return {"verb": "benchmark", "held_out": self.held_out}
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""

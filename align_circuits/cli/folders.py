@@ -2,10 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from align_circuits.jobs.files import check_name, writable_folder
@@ -37,7 +38,7 @@ class Results:
 
 @contextmanager
 def results_folder(
-    folder: Path | None, numbered_in: Path, *, overwrite: bool, renews: str | None = None
+    folder: Path | None, numbered_in: Path, *, overwrite: bool, renews: Mapping[str, Any] | None = None
 ) -> Iterator[Results]:
     """Yields folders for the results of a run; if the block fails, nothing has changed but `STATE`.
 
@@ -47,7 +48,7 @@ def results_folder(
             once its run has finished.
         overwrite: Whether the folder may hold the results of an earlier run, which are removed, or other files, of
             which those that have the name of a result are replaced.
-        renews: The verb whose results may be replaced without `overwrite`.
+        renews: The verb and settings of earlier results that may be replaced without `overwrite`.
 
     Raises:
         ValueError: The folder cannot be written, another run is writing to it, or it holds the results of an earlier
@@ -92,18 +93,19 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _check(folder: Path, *, overwrite: bool, renews: str | None) -> tuple[str, ...]:
+def _check(folder: Path, *, overwrite: bool, renews: Mapping[str, Any] | None) -> tuple[str, ...]:
     """Returns the names of results that may go, or raises unless results may be written to a folder."""
     check_name(folder)
     if not folder.is_dir():
         return ()
     finish_moves(folder)
     entries = sorted(path.name for path in folder.iterdir() if not path.name.startswith(".") and _holds_files(path))
-    verb = _verb_of(folder)
-    if verb is not None:
-        if not overwrite and verb != renews:
+    made = _made_by(folder)
+    if made is not None:
+        if not overwrite and (renews is None or any(made.get(name) != value for name, value in renews.items())):
+            what = f" ({made['verb']} {made['name']})" if isinstance(made.get("name"), str) else ""
             raise ValueError(
-                f"{str(folder)!r} holds the results of an earlier run: give another --out, or add --overwrite"
+                f"{str(folder)!r} holds the results of an earlier run{what}: give another --out, or add --overwrite"
             )
         return RESULTS
     if entries and not overwrite and not any(any(folder.glob(files)) for files in STATE):
@@ -120,12 +122,13 @@ def _holds_files(path: Path) -> bool:
     return not path.is_dir() or any(each.is_file() and not each.name.startswith(".") for each in path.rglob("*"))
 
 
-def _verb_of(folder: Path) -> str | None:
-    """The verb whose results a folder holds, by their provenance."""
+def _made_by(folder: Path) -> dict[str, Any] | None:
+    """The verb whose results a folder holds, and its settings, by their provenance."""
     try:
         provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-        return provenance["verb"] if "align-circuits" in provenance["versions"] else None
-    except (FileNotFoundError, IsADirectoryError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        settings = provenance.get("settings", {})
+        return {**settings, "verb": provenance["verb"]} if "align-circuits" in provenance["versions"] else None
+    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError, TypeError, AttributeError):  # of others
         return None
 
 

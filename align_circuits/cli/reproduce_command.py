@@ -60,9 +60,15 @@ class Reproduce(Verb):
         return self.out or Path("runs") / self.name / self.scale
 
     @property
-    def renews(self) -> str:
-        """Its own: what was measured is kept, so that they are made again in seconds."""
-        return "reproduce"
+    def renews(self) -> dict[str, Any]:
+        """Its own of the same experiment: what was measured is kept, so that they are made again in seconds."""
+        from align_circuits.papers.experiments import EXPERIMENTS
+
+        experiment = EXPERIMENTS.get(self.name)
+        if experiment is None:  # a list
+            return {"verb": "reproduce"}
+        models = [] if experiment.makes_models else [*self.model]
+        return {"verb": "reproduce", "name": self.name, "scale": self.scale, "models": models}
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""

@@ -64,8 +64,8 @@ class Verb(ABC):
         return self.out
 
     @property
-    def renews(self) -> str | None:
-        """The verb whose earlier results are replaced without --overwrite, or None."""
+    def renews(self) -> dict[str, Any] | None:
+        """The verb and settings of earlier results that are replaced without --overwrite; None: of none."""
         return None
 
     @property

@@ -133,17 +133,21 @@ def test_folders_of_others_are_refused_and_overwrite_takes_only_the_names_of_res
 
 
 def test_results_go_with_their_provenance_and_state_and_other_files_stay(tmp_path):
-    ours = json.dumps({"verb": "reproduce", "versions": {"align-circuits": "1"}})
+    ours = json.dumps({"verb": "reproduce", "settings": {"name": "a/b"}, "versions": {"align-circuits": "1"}})
     kept = {"mine.txt": "mine"}
     write(tmp_path, {"provenance.json": ours, "table.csv.xz": "old", **kept})
     write(tmp_path / "heads", {"provenance.json": "{}"})
     write(tmp_path / "training", {"log.csv": "state"})
-    with (
-        pytest.raises(ValueError, match="holds the results of an earlier run: give another --out"),
-        results_folder(tmp_path, Path("runs"), overwrite=False),
-    ):
-        pass
-    with results_folder(tmp_path, Path("runs"), overwrite=False, renews="reproduce") as results:
+    for renews in (None, {"verb": "reproduce", "name": "a/c"}, {"verb": "tune", "name": "a/b"}):
+        with (
+            pytest.raises(
+                ValueError, match=r"holds the results of an earlier run \(reproduce a/b\): give another --out"
+            ),
+            results_folder(tmp_path, Path("runs"), overwrite=False, renews=renews),
+        ):
+            pass
+    renews = {"verb": "reproduce", "name": "a/b"}
+    with results_folder(tmp_path, Path("runs"), overwrite=False, renews=renews) as results:
         write(results.new, NEW)
     assert read(tmp_path) == {**NEW, **kept, "training/log.csv": "state"}
     (tmp_path / "provenance.json").unlink()  # a run that was stopped, with its state: it may go on
