@@ -28,6 +28,13 @@ from align_circuits.papers.abrupt.grid import SMOKE, Grid, train_on_exemplars
 from align_circuits.papers.abrupt.interventions import attend_to_label, attend_to_previous
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
+from align_circuits.papers.recall.figures import attention_only_models
+from align_circuits.papers.recall.figures.attention_only_models import SMALLEST
+from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import measure_heads
+from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import (
+    finetune_attention_only,
+    pretrain_attention_only,
+)
 from align_circuits.papers.recall.figures.gpt2_models import SMOKE as GPT2_SMOKE
 from align_circuits.papers.recall.figures.gpt2_models import model_of
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
@@ -410,11 +417,16 @@ def test_recall():
 
 
 def test_studies_train_where_there_is_a_gpu(tmp_path):
-    """Reddy's (2024) with all that is measured in the networks, and recall's pretraining and finetuning."""
+    """Reddy's (2024) with all that is measured in the networks, and recall's pretrainings and finetunings."""
     [ensemble] = Grid(SMOKE, [{"burst": 1}]).ensembles()
     assert len(trained_networks(ensemble=ensemble, trained=str(tmp_path)))
     model = model_of(asdict(GPT2_SMOKE), "icl", 0, tmp_path)
     assert model.original_model.device.type == torch.device(DEVICES[1]).type
+    setup, trained = asdict(SMALLEST), str(tmp_path)
+    heads = [measure_heads(setup=setup, seed=0), pretrain_attention_only(setup=setup, trained=trained, seed=0)]
+    assert all(map(len, heads)) and len(finetune_attention_only(setup=setup, trained=trained, seed=0))
+    finetuned: Any = attention_only_models.finetuned(SMALLEST, 0, trained).model
+    assert finetuned.W_Q.device.type == torch.device(DEVICES[1]).type
 
 
 @pytest.mark.parametrize("override", [attend_to_previous, attend_to_label, None], ids=["previous", "label", "free"])

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from align_circuits.models.loading import chosen_device
 from align_circuits.papers.lab import Measurement, training_folder
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
@@ -109,6 +110,7 @@ def pretrained(setup: AttentionOnlySetup, seed: int, trained: str | Path) -> Tra
         Stage(task, schedule, setup.batch_size),
         probes={"pt": task.sample(setup.n, seed=seed)},
         seed=seed,
+        device=chosen_device(None),
         out=training_folder(trained, "recall-attention-only-pt", asdict(setup.without_finetuning()), seed),
         progress=False,
     )
@@ -122,6 +124,7 @@ def finetuned(setup: AttentionOnlySetup, seed: int, trained: str | Path) -> Trai
         Stage(setup.demonstrations(seed)[0], schedule, setup.batch_size, "last"),
         probes=setup.in_context(seed),
         seed=seed,
+        device=chosen_device(None),
         out=training_folder(trained, "recall-attention-only-ft", asdict(setup), seed),
         progress=False,
     )

@@ -47,7 +47,7 @@ def pretrain_attention_only(*, setup: Mapping[str, Any], trained: str, seed: int
     on_one_thread()
     made = AttentionOnlySetup(**setup)
     run, world = pretrained(made, seed, trained), made.world(seed)
-    model: Any = run.model
+    model: Any = run.model.cpu()  # it may have been trained on a GPU; constructions are on the CPU
     rows: Any = pd.DataFrame(measure(model, world, made.facts(world).sample(made.n, seed=seed + 1), "pretraining"))
     cosines = rows[rows["metric"] == "cosine"].groupby("what")["value"].max()
     of_heads = pd.DataFrame({"step": 0, "probe": "cosine", "match": cosines.index, "value": cosines.to_numpy()})

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
+from align_circuits.models.loading import chosen_device
 from align_circuits.papers.claims import Check, Claim, checks_of
 from align_circuits.papers.lab import Experiment, Rows
 from align_circuits.papers.recall.figures.attention_only_models import (
@@ -77,7 +78,8 @@ def measure_heads(*, seed: int, setup: Mapping[str, Any]) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     for name, stage in stages.items():
         if stage is not None:
-            train_stage(model, stage, seed=seed, progress=False)
+            train_stage(model, stage, seed=seed, device=chosen_device(None), progress=False)
+            model.cpu()  # where the constructions are
         of_stage = [row for sequences, prompts in probes.items() for row in measure(model, world, prompts, sequences)]
         of_stage += blocks(model, world)
         of_stage += localized(model, tasks if stage is None else own_tasks[name], made.n // 4)
