@@ -74,10 +74,10 @@ test-pythons: $(PYTHONS)
 $(PYTHONS): test-python-%: $(READY)
 	sh tests/other_pythons.sh $*
 
-# Small faults, one by one: which does no test notice? The map of tests (minutes) is drawn once; delete runs/mutants/map
-# after changes of tests or code.
+# Small faults, one by one: which does no test notice? The map of tests, those that import one of the modules, takes minutes
+# and is drawn once; delete runs/mutants/map after changes of tests or code.
 mutants: $(READYMUTANTS)
-	test -d runs/mutants/map || $(VENVMUTANTS)/bin/python tests/mutants.py map
+	$(VENVMUTANTS)/bin/python tests/mutants.py map $(MODULES)
 	$(VENVMUTANTS)/bin/python tests/mutants.py run $(MODULES) --number $(NUMBER) --seed $(or $(SEED),0)
 
 # Not in `check`: 30 workers of a Dask cluster killed, then a Slurm from the distribution's packages (as root; else it is

@@ -6,7 +6,7 @@ coverage says which tests execute which line, and how long they take; a mutant m
 own room count as several times as fast), until one fails. All are forked from one process: where the body of a function
 changes, every module and test is imported there already; else the mutated copy is imported afresh.
 
-    python tests/mutants.py map              # which test executes which line: once, and after changes of the tests
+    python tests/mutants.py map [MODULES]    # which test executes which line; of some modules, tests that import one
     python tests/mutants.py run --seed 1     # resumes where it stopped
     python tests/mutants.py show --seed 1    # the share that died, and the survivors
 
@@ -52,7 +52,10 @@ CORE = [
     "align_circuits/run/*.py",
 ]
 TESTS = [
-    *(f"tests/{room}/test_*.py" for room in ("prompts", "tables", "run", "hooks", "circuits", "heads", "tasks")),
+    *(
+        f"tests/{room}/test_*.py"
+        for room in ("prompts", "tables", "jobs", "run", "hooks", "circuits", "heads", "tasks")
+    ),
     "tests/test_doors.py",
     "tests/test_left_as_found.py",
     "tests/models/test_gguf_files.py",
@@ -318,15 +321,25 @@ def watched(folder, files, out):
     out.write_text(json.dumps({"seconds": watch.seconds, "failed": sorted(watch.failed), "lines": lines}))
 
 
+def imports(test, module):
+    """Whether a test file names a module in one of its imports."""
+    name = "align_circuits." + module.removeprefix("align_circuits/").removesuffix(".py").replace("/", ".")
+    found = [node for node in ast.walk(ast.parse((ROOT / test).read_text())) if isinstance(node, ast.ImportFrom)]
+    return any(name in (node.module, f"{node.module}.{alias.name}") for node in found for alias in node.names)
+
+
 def draw_map(arguments):
     folder = arguments.scratch.resolve() / "tree"
     copy_of_the_tree(folder)
     warm()
     turn = Turn(arguments.lock)
-    files = [[file] for file in arguments.files or modules(TESTS)]
-    for chunk in files if arguments.files else [*files, modules(CORE)]:  # the modules' own examples are tests too
+    wanted = arguments.files or modules(CORE)
+    files = [test for test in modules(TESTS) if not arguments.files or any(imports(test, name) for name in wanted)]
+    for chunk in [*([file] for file in files), wanted]:  # the modules' own examples are tests too
         out = OUT / "map" / (chunk[0].replace("/", ".") + ".json")
         out.parent.mkdir(exist_ok=True)
+        if out.exists():
+            continue
         turn.take()
         forked(lambda chunk=chunk, out=out: watched(folder, chunk, out), 1200.0, arguments.scratch)
         found = json.loads(out.read_text())
@@ -569,7 +582,7 @@ def show(arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["map", "run", "show"])
-    parser.add_argument("files", nargs="*", help="modules to mutate, or test files to map; all without them")
+    parser.add_argument("files", nargs="*", help="modules to mutate; the core without them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int, default=60)
     parser.add_argument("--again", action="store_true", help="only the survivors of this seed")
