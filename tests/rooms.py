@@ -15,21 +15,21 @@ SLACK = 1.1
 
 ROOMS = {
     "align_circuits": (337, 300),
-    "align_circuits/jobs": (1730, 1000),
-    "align_circuits/prompts": (1549, 1300),
+    "align_circuits/jobs": (1770, 1000),
+    "align_circuits/prompts": (1572, 1300),
     "align_circuits/tables": (1233, 1100),
-    "align_circuits/tasks": (2331, 2100),
+    "align_circuits/tasks": (2327, 2100),
     "align_circuits/models": (3238, 2400),
     "align_circuits/run": (1802, 1500),
     "align_circuits/heads": (3510, 2600),
     "align_circuits/circuits": (1254, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (1901, 1700),
-    "align_circuits/training": (1663, 1400),
-    "align_circuits/cli": (2108, 1500),
-    "align_circuits/papers": (10683, 8500),
+    "align_circuits/training": (1666, 1400),
+    "align_circuits/cli": (2139, 1500),
+    "align_circuits/papers": (10693, 8500),
     "hooks": (3715, 2600),
-    "tests": (30231, 20000),
+    "tests": (30417, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
