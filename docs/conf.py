@@ -1,5 +1,6 @@
 """Sphinx configuration: an offline site whose code cells run when it is built; a warning fails the build."""
 
+import html
 import os
 import re
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 from sphinx.ext.napoleon import GoogleDocstring
+
+from align_circuits.report.definitions import glossary
 
 sys.path.insert(0, str(Path(__file__).parent))
 from executed_pages import cache_folder
@@ -26,14 +29,10 @@ author = "The align_circuits developers"
 release = version = installed("align-circuits")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = [
-    "_build",
-    "images",
-    "jupyter_execute",
-    "style",
-    "*.py",
-    "**.ipynb",
-]  # the pages of demos are scripts
+# A public host allows a quarter of an hour. There the tutorials are shown as notebooks that were executed before.
+HOSTED = "READTHEDOCS" in os.environ
+exclude_patterns = ["_build", "images", "jupyter_execute", "style", "*.py", "demos/*.py" if HOSTED else "demos/*.ipynb"]
+nb_execution_excludepatterns = ["demos/*"] if HOSTED else []
 source_suffix = {".md": "myst-nb", ".py": "myst-nb"}
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "cache"
@@ -75,6 +74,36 @@ def share_plotly(_app: Any, _page: str, _template: str, context: dict[str, Any],
         context["body"] = re.sub(r'<script src="https://cdnjs[^"]*mathjax[^"]*"></script>', "", body)
 
 
+LOCAL = {"diffuse": "diffuse aligner"} | {
+    word: word for word in ("gold", "phrase", "letter", "verb", "lookup", "named head", "nats", "aligner", "decoy")
+}
+"""Words that stand on many pages and are not everybody's, each with a term of its entry in the glossary."""
+
+LINKED = re.compile(
+    rf"""(?P<kept><(?P<tag>script|style|a|pre|code|h\d|dt|svg)\b.*?</(?P=tag)>|<[^>]+>)
+    |(?<![\w-])(?P<word>{"|".join(map(re.escape, LOCAL))})s?(?![\w-])""",
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
+)
+"""Finds those words outside links, code, headings and drawings."""
+
+
+def define_words(_app: Any, page: str, _template: str, context: dict[str, Any], _doctree: Any) -> None:
+    """Links each of these words to the glossary where it first stands on a page; its meaning shows on hovering."""
+    if "body" not in context or page.split("/")[0] in ("glossary", "cli", "api", "_modules", "genindex", "search"):
+        return
+    meanings = {term: entry.meaning for entry in glossary() for term in entry.terms}
+    seen: set[str] = set()
+
+    def link(found: re.Match[str]) -> str:
+        if found["kept"] or (term := LOCAL[found["word"].lower()]) in seen:
+            return found[0]
+        seen.add(term)
+        target, meaning = context["pathto"]("glossary"), html.escape(meanings[term])
+        return f'<a class="term" href="{target}" title="{meaning}">{found[0]}</a>'
+
+    context["body"] = LINKED.sub(link, context["body"])
+
+
 def write_plotly(app: Any, error: Exception | None) -> None:
     """Puts plotly's script where the pages load it from."""
     if error is None:
@@ -109,5 +138,6 @@ def setup(app: Any) -> None:
     """Connects the functions above."""
     app.connect("builder-inited", write_cli)
     app.connect("html-page-context", share_plotly)
+    app.connect("html-page-context", define_words)
     app.connect("build-finished", write_plotly)
     app.connect("build-finished", print_costs)

@@ -152,8 +152,8 @@ def main() -> int:
                 point(f"Python {version}", lambda python=python: used(python, folder))
     print(
         "\nBy hand: `make check` and, where there is a GPU, `make gpu` on this commit; read CHANGELOG.md as a user; "
-        "look at the documentation and at the report of `make demo`; then tag the commit, upload the files that "
-        "`python -m build` makes, and try `pipx run align-circuits --version` once they are there."
+        "look at the documentation and at the report of `make demo`; then push the tag, approve the "
+        "deployment of .github/workflows/release.yml, and try `pipx run align-circuits --version` once it is done."
     )
     return int(failed)
 
