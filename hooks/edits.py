@@ -24,7 +24,7 @@ from align_circuits.prompts.prompts import Prompts
 
 @dataclass(frozen=True, eq=False)
 class BatchContext:
-    """The prompts of one batch, as far as an edit needs to know them."""
+    """What an edit needs to know of the prompts of one batch."""
 
     prompts: Prompts
     rows: Int[Tensor, " prompt"]
@@ -322,7 +322,7 @@ class _AtSite(Edit):
 
     def __post_init__(self):
         if self.hook is not None and (len(self.heads) or len(self.layers) or self.site != "z"):
-            raise ValueError(f"hook={self.hook!r} is a place by itself: name no site, heads or layers")
+            raise ValueError(f"hook={self.hook!r} already names the activation: name no site, heads or layers")
         if self.hook is not None and has_heads_first(self.hook):
             raise ValueError(
                 f"hook={self.hook!r} has heads before tokens, where positions cannot be told from heads: edit the site "

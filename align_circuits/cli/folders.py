@@ -20,7 +20,7 @@ RESULTS = (
     *("table.csv", "table.csv.xz", "values.safetensors", "report.html"),
     *("patching_effects", "ablation_effects", "set_ablations", "interchanges", "heads", "over_seeds"),
 )
-"""What an earlier run may have left beside its provenance: it goes when another run replaces that run's results."""
+"""What an earlier run may have left beside its provenance: deleted when another run replaces that run's results."""
 
 STATE = ("training/log.csv", "probes/step-*.safetensors", "jobs/*-*.json", "jobs/*-*.error", "trained/*-*/log.csv")
 """Files from which a run that was stopped goes on: they stay, whatever becomes of the results."""

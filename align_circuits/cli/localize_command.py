@@ -22,7 +22,7 @@ class Localize(SweepVerb):
     minimal_sets: bool = False
     """Whether the smallest necessary and sufficient sets are looked for, which takes several times as long."""
     redundant: bool = False
-    """Whether heads are looked for that stand in for each other, which takes up to three times as long."""
+    """Whether redundant heads are looked for, which single ablations miss; this takes up to three times as long."""
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""

@@ -75,7 +75,7 @@ class Localization:
     """Heads of `align_query` and `align_key` that pass every test but one: they keep less than `thresholds.attention`
     of their attention on the aligned symbol. They are not in `heads_by_role`, and are not ablated with the others."""
     redundant: Mapping[str, tuple[RedundantHead, ...]] = field(default_factory=dict)
-    """If asked for, all heads of each role, also those that stand in for each other (`redundant_heads`)."""
+    """If asked for, all heads of each role, also redundant ones, which single ablations miss (`redundant_heads`)."""
 
     def __repr__(self) -> str:
         name = self.prompts.task.get("name", "tokens")

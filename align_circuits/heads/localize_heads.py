@@ -95,7 +95,7 @@ def localize(
             below 1/(1 + d), so at `thresholds.alpha` = .05 a verdict needs at least 19.
         minimal_sets: Whether the smallest necessary and the smallest sufficient set are looked for on the first half
             and tested on the second; takes several times as long.
-        redundant: Whether heads are looked for that stand in for each other, so that the model misses none of them
+        redundant: Whether redundant heads are looked for, which do the same work, so that the model misses none of them
             alone: those that share a role, and backups (`redundant_heads`). Takes up to three times as long. Aligners
             are not looked for so where all keys lie at one distance.
         options: How the model is run.

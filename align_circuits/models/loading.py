@@ -219,7 +219,7 @@ def _place(source: str | Path, revision: str | None = None, gguf_file: str | Non
     """Returns the folder with the model's files, or the GGUF file, downloaded if need be."""
     name = str(source)
     if not is_path(name):
-        raise ValueError(f"{name[:60]!r}... is no name of a folder, of a file or on the hub")
+        raise ValueError(f"{name[:60]!r}... is not a folder, a file or a name on the hub")
     if Path(source).is_dir():
         return Path(source) if gguf_file is None else _in_folder(Path(source), gguf_file)
     if is_gguf(Path(source)) and gguf_file is None:
@@ -431,7 +431,7 @@ def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
         return copy.deepcopy(given)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     if isinstance(given, str | Path) and not is_path(given):
-        raise ValueError(f"tokenizer={str(given)[:60]!r}... is no name of a folder: give one that holds a tokenizer")
+        raise ValueError(f"tokenizer={str(given)[:60]!r}... is not a folder: give one that holds a tokenizer")
     candidates = [Path(given)] if given is not None else places
     folder = next(
         (each for each in candidates if is_gguf(each) or any((each / file).is_file() for file in files)), None

@@ -1,4 +1,4 @@
-"""Which methods find the heads that matter, and where do they go blind? A zoo of planted circuits with known roles."""
+"""Which methods find the heads that matter, and which do they miss? A zoo of planted circuits with known roles."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence

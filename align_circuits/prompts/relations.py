@@ -47,7 +47,7 @@ class Relation:
     """Whether keys lie strictly before the query. Candidates always lie at or before it."""
     exchangeable: bool = False
     """Whether any other candidate could as well have been a key, as among the names of a sentence: the permutation
-    test then redraws which candidates are keys."""
+    test then draws other candidates as keys, at random."""
 
     def __post_init__(self):
         rows = {len(column) for column in (self.target, self.prompt, self.query, self.key_value, self.candidate_value)}

@@ -55,7 +55,7 @@ def log_prob(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -
 
 
 def logit(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
-    """Returns by how much the logit of each row's token exceeds the mean logit: linear in the logits.
+    """Returns the logit of each row's token minus the mean logit: linear in the logits.
 
     The mean is subtracted since a constant added to all logits changes no prediction.
     """

@@ -423,7 +423,7 @@ class Table:
         """
         folder = Path(folder)
         if not is_path(folder):
-            raise ValueError(f"{str(folder)[:60]!r}... is no name of a folder: give one that Table.save wrote")
+            raise ValueError(f"{str(folder)[:60]!r}... is not a folder: give one that Table.save wrote")
         finish_moves(folder)
         path = next((folder / name for name in FILES if (folder / name).is_file()), folder / FILES[0])
         if missing := [file.name for file in (path, folder / "provenance.json") if not file.is_file()]:

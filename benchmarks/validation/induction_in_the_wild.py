@@ -43,7 +43,7 @@ KEYS = ("part", "data", "of", "draw", "seed", "metric", "level", "layer", "head"
 
 @dataclass(frozen=True)
 class Wild:
-    """How much of what."""
+    """Sample sizes."""
 
     seeds: tuple[int, ...] = (3, 4, 5)
     """Of random tokens; each seed has windows of prose that no other has."""

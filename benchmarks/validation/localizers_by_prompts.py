@@ -71,7 +71,7 @@ def _jobs(config: ByPrompts, _: Inputs) -> list[Measurement]:
 
 
 def _summarize(_: ByPrompts, rows: Rows) -> pd.DataFrame:
-    """Means over circuits, and by how much `localize` with groups exceeds each method on as many prompts."""
+    """Means over circuits, and those of `localize(redundant=True)` minus each method's, on as many prompts."""
     wide: Any = rows["agree"].pivot_table(index=["method", "prompts"], columns="seed", values="auroc")
     lead = wide.xs("localize, redundant").reindex(wide.index, level="prompts") - wide
     parts = [frame.dropna(how="all").assign(metric=metric) for metric, frame in (("auroc", wide), ("lead", lead))]

@@ -380,7 +380,7 @@ class TestParts:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"hook": "hook_embed", "layers": [0]}, "is a place by itself: name no site, heads or layers"),
+            ({"hook": "hook_embed", "layers": [0]}, "already names the activation: name no site, heads or layers"),
             ({"hook": "blocks.0.attn.q_norm.hook_out"}, "has heads before tokens"),
             ({"heads": [(0, 0)], "neurons": [0], "direction": torch.ones(8)}, "neurons and a direction at once"),
             ({"heads": [(0, 0)], "neurons": []}, r"neurons=\[\]: name at least one"),

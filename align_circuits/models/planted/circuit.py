@@ -237,7 +237,7 @@ def watched(lookup_head: HeadSpec, stream: Subspaces) -> HeadSpec:
 
 
 def sureness_units(stream: Subspaces) -> ReLUUnits:
-    """Say by how much the best letter that was looked up exceeds `SURE * EVIDENCE`."""
+    """Give the evidence for the best letter that was looked up, minus `SURE * EVIDENCE`."""
     letters = stream["looked up"]
     count = letters.shape[1]
     return ReLUUnits(letters, torch.full((count,), -SURE * EVIDENCE), stream["sure"].expand(-1, count))
