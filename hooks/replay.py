@@ -223,23 +223,27 @@ class Replay:
         )
 
     def other(
-        self, tokens: Int[Tensor, "prompt pos"], names: Collection[str]
-    ) -> dict[str, Float[Tensor, "prompt later ..."]]:
+        self, tokens: Int[Tensor, "prompt pos"], names: Collection[str], *, to_logits: bool = False
+    ) -> tuple[dict[str, Float[Tensor, "prompt later ..."]], Float[Tensor, "prompt query d_vocab"] | None]:
         """Returns the activations of other prompts of the same shape at some hook points, from `start` on.
 
-        Only the columns from the first other token on are run.
+        Only the columns from the first other token on are run, and only the layers up to the last hook point, unless
+        the logits at the queries are asked for, too.
         """
         differs = (tokens != self.tokens).any(0).nonzero()
         # Before the first other token both runs are the same, so the kept keys and values of one serve the other.
         first = min(int(differs[0]) if len(differs) else self.start, self.start)
         others = _Batch(first, self.queries[self.queries >= first] - first, [{}], [0], names)
-        last = max(place[0] for name in names if (place := site_of(name)) is not None)
+        last = max((place[0] for name in names if (place := site_of(name)) is not None), default=0)
         residual = self.decoder.embed(tokens[:, first:], self.positions[:, first:])
-        self._through(others, residual[None], 0, last + 1)
+        end = self._through(others, residual[None], 0, self.decoder.cfg.n_layers if to_logits else last + 1)
+        logits = (
+            torch.cat([self.logits[:, self.queries < first], self.decoder.unembed(end)[0]], 1) if to_logits else None
+        )
         return {
             name: value[:, :, self.start - first :] if is_pattern(name) else value[:, self.start - first :]
             for name, value in others.kept.items()
-        }
+        }, logits
 
     def serves(self, keep: Collection[str], starts: Collection[int]) -> bool:
         """Whether all that edited runs start from is kept; if they edit nothing, the logits are all they need."""

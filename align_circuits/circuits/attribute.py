@@ -122,7 +122,7 @@ def attribute_heads(
     engine = choose_engine(model, options, hooked, by_hooks=True)
     run_alike, reference = replace(options, engine=engine), replace(options, engine="reference")
 
-    def score(part: Pair) -> Float[Tensor, "place head prompt"]:
+    def score(part: Pair) -> Float[Tensor, "run_or_score prompt"]:
         scores = torch.zeros(len(places), cfg.n_heads, len(part.base), dtype=torch.float64)
         cached = part.cache(model, cached_names, run_alike, device)
         moves: dict[tuple[Site, int], tuple[str, Tensor]]
@@ -147,18 +147,18 @@ def attribute_heads(
                 averaged = len(layers) - (place[0] not in ("resid_pre", "resid_post"))
                 by_head = sums[place].abs() / averaged if grad_drop else sums[place]
                 scores[index] += by_head.repeat_interleave(cfg.n_heads // by_head.shape[1], 1).T.cpu()
-        return scores
+        return torch.cat([cached.metrics, scores.flatten(0, 1)])
 
     settings = {"method": method, "grad_drop": grad_drop, "steps": steps}
     parts = pair.sweep_parts("attribute_heads", model, settings | {"sites": list(sites)}, options)
-    scores = pair.in_batches(score, parts, options)
+    runs, scores = pair.in_batches(score, parts, options).split([2, len(places) * cfg.n_heads])
     heads = {site: [None] if site in LAYER_SITES else list(range(cfg.n_heads)) for site in sites}
     keys = [(index, head) for index, (site, _) in enumerate(places) for head in heads[site]]
-    values = [scores[index, head or 0].numpy() for index, head in keys]
+    values = [scores[index * cfg.n_heads + (head or 0)].numpy() for index, head in keys]
     frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"])
     frame = with_level(frame).assign(direction=pair.direction, metric=pair.target_metrics.names[0])
     provenance = pair.provenance("attribute_heads", model, settings, engine)
-    return pair.target_metrics.table(frame, np.stack(values), provenance)
+    return pair.effects_table(frame, np.stack(values), provenance, runs.numpy())
 
 
 @checked
@@ -222,7 +222,7 @@ def attribute_edges(
     for site in sites:
         reading.setdefault(reads_from(graph, *site), []).append(site)
 
-    def score(part: Pair) -> Float[Tensor, "receiver sender prompt"]:
+    def score(part: Pair) -> Float[Tensor, "run_or_edge prompt"]:
         scores = torch.zeros(len(graph.receivers), len(graph.senders), len(part.base), dtype=torch.float64)
         cached = part.cache(model, senders, run_alike, device)
         embedded = cached.base[EMBEDDED].flatten(1)
@@ -254,12 +254,12 @@ def attribute_edges(
                     by_edge = rearrange(products, "prompt sender receiver -> receiver sender prompt").cpu()
                     places = torch.cat([torch.arange(len(graph.receivers))[sites[site]] for site in pulled])
                     scores[places, scored] += share * by_edge
-        return scores
+        return torch.cat([cached.metrics, scores[graph.edges]])
 
     settings = {"method": method, "steps": steps}
-    scores = pair.in_batches(score, pair.sweep_parts("attribute_edges", model, settings, options), options)
+    measured = pair.in_batches(score, pair.sweep_parts("attribute_edges", model, settings, options), options).numpy()
     provenance = pair.provenance("attribute_edges", model, settings, engine)
-    return pair.edge_table(graph, graph.edges, scores[graph.edges].numpy(), provenance)
+    return pair.edge_table(graph, graph.edges, measured[2:], provenance, measured[:2])
 
 
 def _checked(model: HookedModel, pair: Pair, steps: int, options: RunOptions) -> Pair:

@@ -72,24 +72,24 @@ def patch_edges(
     graph, targets = residual_edges.graph, pair.target_metrics
     selected = graph.edges if edges is None else graph.select(edges)
     options = replace(options, engine=choose_engine(model, options, hook_points(graph)))
-    source = capture(model, pair.source, sent_from(graph), options=options)
-    before, engine = targets.measure(model, options=options)
+    cached = pair.cache(model, sent_from(graph), options)
+    before = cached.metrics[0].numpy()
 
     def patch(receiver: int) -> tuple[Float[ndarray, "sender prompt"], str]:
         # A batch for each receiver: all its senders are patched side by side, in as many copies of the prompts.
         senders = selected[receiver].nonzero()[:, 0]
         patched = torch.zeros(len(senders), *selected.shape, dtype=torch.bool)  # one edge in each copy of the prompts
         patched[torch.arange(len(senders)), receiver, senders] = True
-        edit = PatchEdges(residual_edges, source, patched)
+        edit = PatchEdges(residual_edges, cached.source, patched)
         after, engine = targets.measure(model, [edit], len(senders), options=options)
-        return targets.by_prompt((after - before)[0])[0], engine
+        return targets.by_prompt(after[0])[0] - before, engine
 
     receivers = selected.any(1).nonzero()[:, 0].tolist()
     computes = {f"receiver-{receiver:05d}": partial(patch, receiver) for receiver in receivers}
     parts = pair.sweep_parts("patch_edges", model, {"edges": selected.nonzero().tolist()}, options)
     effects = parts.measure_all(computes, progress_bar(options, int(selected.sum()), "edge"))
-    provenance = pair.provenance("patch_edges", model, {}, engine)
-    return pair.edge_table(graph, selected, np.concatenate(effects), provenance)
+    provenance = pair.provenance("patch_edges", model, {}, options.engine)
+    return pair.edge_table(graph, selected, np.concatenate(effects), provenance, cached.metrics.numpy())
 
 
 @checked
@@ -139,7 +139,7 @@ def patch_paths(
         raise ValueError("none of the receivers comes after one of the senders: name later receivers, such as 'logits'")
     options = replace(options, engine=choose_engine(model, options, hook_points(graph)))
     cached = pair.cache(model, sent_from(graph), options)
-    before, engine = targets.measure(model, options=options)
+    before = cached.metrics[0].numpy()
 
     def patch(sender: int) -> tuple[Float[ndarray, "receiver prompt"], str]:
         readers = selected[:, sender].nonzero()[:, 0]
@@ -150,7 +150,7 @@ def patch_paths(
         received = capture(model, pair.base, sorted(ends), edits=edits, options=options)
         edit = PatchReceivers(graph, received, given)
         after, engine = targets.measure(model, [edit], len(readers), options=options)
-        return targets.by_prompt((after - before)[0])[0], engine
+        return targets.by_prompt(after[0])[0] - before, engine
 
     parts = pair.sweep_parts("patch_paths", model, {"edges": selected.nonzero().tolist()}, options)
     computes = {f"sender-{sender:05d}": partial(patch, sender) for sender in selected.any(0).nonzero()[:, 0].tolist()}
@@ -159,8 +159,9 @@ def patch_paths(
     effects[selected.T.numpy()] = np.concatenate(
         parts.measure_all(computes, progress_bar(options, int(selected.sum()), "path"))
     )
-    provenance = pair.provenance("patch_paths", model, {}, engine)
-    return pair.edge_table(graph, selected, effects.swapaxes(0, 1)[selected.numpy()], provenance)
+    provenance = pair.provenance("patch_paths", model, {}, options.engine)
+    effects = effects.swapaxes(0, 1)[selected.numpy()]
+    return pair.edge_table(graph, selected, effects, provenance, cached.metrics.numpy())
 
 
 def _patch_sender(graph: Graph, sender: Sender, cached: CachedPair) -> list[Edit]:

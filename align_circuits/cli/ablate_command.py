@@ -6,6 +6,7 @@ from typing import Literal
 from align_circuits.cli.effects import EffectMetric, EffectVerb
 from align_circuits.cli.folders import Results
 from align_circuits.heads.ablate import ablate_heads
+from align_circuits.run.target_metrics import Metric
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,10 @@ class Ablate(EffectVerb):
     def measure(self, results: Results) -> None:
         """Measures and writes."""
         model, prompts, _ = self.prepare()
-        table = ablate_heads(model, prompts, self.how, metrics=(self.metric,), screen=self.screen, options=self.options)
+        metrics: list[Metric] = [
+            *dict.fromkeys((self.metric, "accuracy"))
+        ]  # which tells whether the model solves the task
+        table = ablate_heads(model, prompts, self.how, metrics=metrics, screen=self.screen, options=self.options)
         over = {"kind": "over tokens of one kind", "position": "over one position"}
         how = f"mean {over[table.provenance.settings['by']]}" if self.how == "mean" else self.how
         self.write(

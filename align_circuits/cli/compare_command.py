@@ -1,10 +1,11 @@
 """`align-circuits compare`."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import tyro
 
@@ -31,23 +32,26 @@ class Compare(Verb):
         tables = [_loaded(folder) for folder in (self.first, self.second)]
         table, paired = differences(*tables)
         settings, claims = (part(*tables) for part in (settings_that_differ, claims_of))
-        values: Any = table.frame["value"]
-        equal = int((values == 0).sum())
+        differing = _differing(table)
         left_out = [f"{len(each) - len(table)} stand in {name} alone" for name, each in zip("AB", tables, strict=True)]
-        summary = (
-            f"{equal} of {len(table)} numbers are equal in A and B ({', '.join(left_out)}). Differences are B minus A, "
-            + ("with 95% intervals over the same prompts." if paired else "without intervals: the prompts differ.")
-        )
+        summary = f"{len(table) - len(differing)} of {len(table)} numbers are equal in A and B ({', '.join(left_out)})."
+        if len(differing) or not paired:
+            why = "with 95% intervals over the same prompts" if paired else "without intervals: the prompts differ"
+            summary += f" Differences are B minus A, {why}."
         print(f"A: {self.first}\nB: {self.second}\n\n{summary}\n")
         for name, rows in (("settings that differ", settings), ("claims", claims)):
             if len(rows):
                 print(f"{name}:\n{rows.to_string(index=False)}\n")
-        print(f"largest differences:\n{table.frame.head(SHOWN).to_string(index=False, float_format='{:.3f}'.format)}")
+        if len(differing):
+            rows = differing.frame.head(SHOWN).to_string(index=False, float_format="{:.3g}".format)
+            print(f"largest differences:\n{rows}")
         sections: list[Section] = [
             ("Settings that differ", "Of the command, the model, the prompts and the versions.", _html(settings)),
             *([("Claims", "How each claim stands in both runs.", _html(claims))] if len(claims) else []),
-            ("Numbers", "The largest differences first; value, low and high are of B minus A.", table),
         ]
+        if len(differing):
+            note = "The largest differences first; value, low and high are of B minus A."
+            sections.append(("Numbers that differ", note, differing))
         self.finish(
             results,
             table,
@@ -89,6 +93,12 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
     frame = frame.sort_values("value", key=lambda values: values.abs(), ascending=False, kind="stable")
     made = Provenance("compare", {"A": asdict(first.provenance), "B": asdict(second.provenance)})
     return Table(frame.reset_index(drop=True), made), bool(frame["low"].notna().any())
+
+
+def _differing(table: Table) -> Table:
+    """The rows whose numbers differ; one that is missing (NaN) in both runs does not."""
+    one, other = (table.frame[side].to_numpy(dtype=float) for side in ("A", "B"))
+    return replace(table, frame=table.frame[(one != other) & ~(np.isnan(one) & np.isnan(other))])
 
 
 def settings_that_differ(first: Table, second: Table) -> pd.DataFrame:

@@ -1,6 +1,6 @@
 """What the verbs of effects (ablate, patch, attribute) share: options, what they print and what they draw."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,14 @@ from align_circuits.report.page import Section
 from align_circuits.report.plots.position_figures import UNITS
 from align_circuits.run.pairs import Direction
 from align_circuits.tables.tables import Table
+
+SCALE = (
+    "0 is the metric of the corrupted prompts, 1 that of the clean ones: (patched - corrupted) / (clean - corrupted)."
+)
+"""What normalised effects mean."""
+
+_PLACE = ("site", "positions")
+"""The keys of what is patched beside layer and head."""
 
 OF_TARGETS = tyro.conf.arg(help='What is measured of each target; "logit_diff" needs a file with wrong answers.')
 EffectMetric = Annotated[Literal["log_prob", "logit", "logit_diff", "prob", "kl", "accuracy"], OF_TARGETS]
@@ -36,36 +44,61 @@ class EffectVerb(SweepVerb):
         self, results: Results, table: Table, prompts: Prompts, metric: str, how: str, title: str, what: str, but: str
     ) -> None:
         """Prints how it was measured and the heads that matter most; writes the results, with `what` and `but`."""
-        rows: Any = _of_all(table, metric).top(metric, 5).frame
-        best = "   ".join(head_value(row) for _, row in rows.iterrows())
-        print(f"{self.model}: {how}\n\n  {best}")
-        summary = f"{what}, largest first: {best}. {but}"
-        sections = list(_sections(table, metric, prompts))
+        parts = dict(_parts(table, metric))
+        best = {place: "   ".join(map(head_value, _rows(part.top(metric, 5)))) for place, part in parts.items()}
+        lines = [f"{place}: {rows}" if place else rows for place, rows in best.items()]
+        print("\n".join([f"{self.model}: {how}\n", *(f"  {line}" for line in lines), "", *table.remarks]))
+        summary = "\n\n".join([f"{what}, largest first: {lines[0]}. {but}", *lines[1:], *table.remarks])
+        sections = list(_sections(table, parts, metric, prompts))
         self.finish(results, table, title=title, summary=summary, sections=sections)
 
 
-def _sections(table: Table, metric: str, prompts: Prompts) -> Iterator[Section]:
+def _sections(table: Table, parts: Mapping[str, Table], metric: str, prompts: Prompts) -> Iterator[Section]:
     """Yields the sections of a report: the heads that matter most, maps of all heads, a prompt, the table."""
-    of_all, unit = _of_all(table, metric), UNITS.get(metric, "share")
-    yield "The heads that matter most", "With 95% intervals over prompts.", plots.top_heads(of_all, [metric], 10)
-    if "kind" in table.keys:
-        kinds = list(dict.fromkeys(table.frame["kind"]))
-        maps = plots.head_maps(_measured(table).where(metric=metric), kinds, by="kind", unit=unit)
-    else:
-        maps = plots.head_maps(of_all, [metric], unit=unit)
-    yield "All heads", "Hover for a number and its interval.", maps
+    unit = UNITS.get(metric, "share")
+    for place, of_all in parts.items():
+        where = f", {place}" if place else ""
+        yield f"What matters most{where}", "With 95% intervals over prompts.", plots.top_heads(of_all, [metric], 10)
+        of_heads = "head" in set(of_all.frame["level"])
+        if of_heads and "kind" in table.keys:
+            kinds = list(dict.fromkeys(table.frame["kind"]))
+            same = {key: of_all.frame[key].iloc[0] for key in _PLACE if key in table.keys}
+            maps = plots.head_maps(_measured(table).where(metric=metric, **same), kinds, by="kind", unit=unit)
+        elif of_heads:
+            maps = plots.head_maps(of_all, [metric], unit=unit)
+        if of_heads:
+            yield f"All heads{where}", "Hover for a number and its interval.", maps
+        shares = of_all.normalized() if table.is_paired else None
+        if shares is not None and shares.frame["value"].notna().any():
+            drawn = [plots.top_heads(shares, [metric], 10)]
+            drawn += [plots.head_maps(shares, [metric], unit="share")] if of_heads else []
+            yield f"Normalised{where}", SCALE, drawn
+    if table.baselines is not None:
+        yield "Without an edit", "Each metric on the prompts as they are, and what a guess would get.", table.baselines
     if "estimated" in table.keys and True in set(table.frame["estimated"]):
-        estimates = table.where(metric=metric, kind="all", estimated=True)
-        drawn = plots.head_maps(estimates, [metric], unit=unit)
+        screened = table.where(metric=metric, kind="all", estimated=True)
+        drawn = [plots.head_maps(part, [metric], unit=unit) for _, part in _by_place(screened)]
         yield "Estimates", "To first order: these heads were screened out, and not run.", drawn
     yield "A prompt", "", prompts.to_html(0)
     yield "All numbers", "", table
 
 
-def _of_all(table: Table, metric: str) -> Table:
-    """The measured rows of one metric over all targets."""
+def _parts(table: Table, metric: str) -> Iterator[tuple[str, Table]]:
+    """Yields the measured rows of one metric over all targets, for each site and each group of positions."""
     of_all = {"kind": "all"} if "kind" in table.keys else {}
-    return _measured(table).where(metric=metric, **of_all)
+    yield from _by_place(_measured(table).where(metric=metric, **of_all))
+
+
+def _by_place(table: Table) -> Iterator[tuple[str, Table]]:
+    """Yields the rows of each site and each group of positions, by a name; no name where there is one of each."""
+    keys = [key for key in _PLACE if key in table.keys]
+    several = [key for key in keys if table.frame[key].nunique() > 1]
+    for _, row in table.frame[keys].drop_duplicates().iterrows():
+        yield " at ".join(str(row[key]) for key in several), table.where(**row.to_dict())
+
+
+def _rows(table: Table) -> list[Any]:
+    return [row for _, row in table.frame.iterrows()]
 
 
 def _measured(table: Table) -> Table:

@@ -1,21 +1,27 @@
 """`align-circuits evaluate`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, interval
 from align_circuits.report import plots
 from align_circuits.run.evaluation import evaluate
+from align_circuits.run.target_metrics import Metric
 
 
 @dataclass(frozen=True)
 class Evaluate(PromptVerb):
-    """Measures accuracy with `evaluate`."""
+    """Measures accuracy and other metrics with `evaluate`."""
+
+    metrics: tuple[Literal["log_prob", "logit", "logit_diff", "prob", "accuracy"], ...] = ("log_prob",)
+    """What is measured beside the accuracy."""
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, prompts, _ = self.prepare()
-        table = evaluate(model, prompts, options=self.options)
+        metrics: list[Metric] = [*dict.fromkeys(("accuracy", *self.metrics))]
+        table = evaluate(model, prompts, metrics=metrics, options=self.options)
         print(table)
         rows = table.where(metric="accuracy", kind="all", offset=None).frame
         accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}

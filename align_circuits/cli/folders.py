@@ -18,7 +18,7 @@ LATEST = "latest"
 
 RESULTS = (
     *("table.csv", "table.csv.xz", "values.safetensors", "report.html"),
-    *("patching_effects", "ablation_effects", "set_ablations", "interchanges", "heads", "over_seeds"),
+    *("baselines", "patching_effects", "ablation_effects", "set_ablations", "interchanges", "heads", "over_seeds"),
 )
 """What an earlier run may have left beside its provenance: deleted when another run replaces that run's results."""
 

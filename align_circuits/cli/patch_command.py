@@ -1,19 +1,25 @@
 """`align-circuits patch`."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from align_circuits.cli.effects import EffectMetric, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
 from align_circuits.heads.patch import patch_heads
+from align_circuits.hooks.names import Site
 
 
 @dataclass(frozen=True)
 class Patch(EffectVerb):
     """Patches every head alone with `patch_heads`."""
 
-    site: Literal["z", "q", "k", "v", "pattern"] = "z"
-    """Which activation of a head is patched: z is its output before the output matrix."""
+    sites: tuple[Site, ...] = ("z",)
+    """Which activations are patched: of a head, where z is its output before the output matrix, or of a whole layer,
+    such as resid_pre, attn_out and mlp_out."""
+    heads: tuple[str, ...] | None = None
+    """Which heads, such as L2H3 L4H0, or at sites of layers the layers of which heads; by default all."""
+    positions: tuple[str, ...] | None = None
+    """At which tokens: names of positions in the file of prompts, each patched on its own, or "groups" for earlier
+    examples, test input and test output; by default at all tokens at once."""
     metric: EffectMetric = "log_prob"
     direction: PairDirection = "denoise"
     screen: float | None = None
@@ -22,9 +28,20 @@ class Patch(EffectVerb):
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""
-        model, pair = self.prepare_pair(metric=self.metric, direction=self.direction)
+        # By default the accuracy, too, which tells whether the model solves the task.
+        metric = None if self.metric == "log_prob" else self.metric
+        model, pair = self.prepare_pair(metric=metric, direction=self.direction)
         into = "clean into corrupted" if self.direction == "denoise" else "corrupted into clean"
-        table = patch_heads(model, pair, sites=(self.site,), screen=self.screen, options=self.options)
+        table = patch_heads(
+            model,
+            pair,
+            sites=self.sites,
+            heads=self.heads,
+            positions="groups" if self.positions == ("groups",) else self.positions,
+            screen=self.screen,
+            options=self.options,
+        )
+        what = f"one head's {', '.join(self.sites)}" + (f" at {', '.join(self.positions)}" if self.positions else "")
         self.write(
             results,
             table,
@@ -32,6 +49,6 @@ class Patch(EffectVerb):
             self.metric,
             how=f"{len(pair.clean)} pairs, {self.direction}, change of {self.metric}",
             title=f"Heads of {self.model} patched",
-            what=f"Change of {self.metric} when one head's {self.site} is patched from {into} prompts",
+            what=f"Change of {self.metric} when {what} is patched from {into} prompts",
             but=self.corruption,
         )

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
 import torch
 import tyro
 
 from align_circuits.cli.folders import Results
 from align_circuits.hooks import compat
 from align_circuits.hooks.heads import Head
-from align_circuits.models.loading import load
+from align_circuits.models.loading import BUNDLED, load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.quantization import Quantization
 from align_circuits.prompts.prompts import Prompts
@@ -129,6 +130,16 @@ class PromptVerb(Verb):
         return RunOptions(self.engine, self.batch_size)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The options as JSON; files and folders with their whole paths, so that `rerun` finds them from anywhere."""
+        settings = super().settings
+        for name in ("prompts", "model", "tokenizer"):
+            value = settings[name]
+            if value is not None and value not in BUNDLED and value != "planted" and Path(value).exists():
+                settings[name] = str(Path(value).resolve())
+        return settings
+
+    @property
     def count(self) -> int:
         """How many prompts are sampled from a task."""
         return 64 if self.n is None else self.n
@@ -206,8 +217,13 @@ class PromptVerb(Verb):
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
         """Makes a verb from its `settings`."""
         default = cls(out=out)
-        known = settings.keys() & {option.name for option in fields(cls)} - {"out", "overwrite"}
-        values: dict[str, Any] = {name: settings[name] for name in known}
+        known = {option.name for option in fields(cls)} - {"out", "overwrite"}
+        if unknown := sorted(settings.keys() - known - {"out", "overwrite"}):
+            raise ValueError(f"{unknown[0]!r} is no option of {default.verb}: it was written by another version")
+        known &= settings.keys()
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value := settings[name], list) else value for name in known
+        }
         if values.get("prompts") is not None:
             values["prompts"] = Path(values["prompts"])
         for name in ("task", "config"):  # of `tune`
@@ -255,7 +271,8 @@ def interval(row: Any) -> str:
 
 def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:
     """Returns the head of a row with its value and, in a planted circuit, its role."""
-    text = f"L{row['layer']}H{row['head']} {interval(row)}"
+    head = "" if pd.isna(row["head"]) else f"H{row['head']}"  # a layer has none
+    text = f"L{row['layer']}{head} {interval(row)}"
     return text if roles is None else f"{text} ({roles.get((row['layer'], row['head'])) or 'none'})"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -13,6 +13,7 @@ from align_circuits.hooks.edits import Ablate, Patch
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.baselines import baselines_of, other_run
 from align_circuits.run.first_order import first_order_effects
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, means_by_prompt
@@ -35,8 +36,9 @@ def edit_effects(
     edit_of: Sequence[int],
     provenance: Callable[[str], Provenance],
     *,
-    intact: bool = True,
+    base: Literal["clean", "corrupted"] = "clean",
     source: Prompts | None = None,
+    paired: bool = False,
     screen: float | None = None,
     options: RunOptions,
 ) -> Table:
@@ -50,22 +52,25 @@ def edit_effects(
         edits: What is done, one after another.
         edit_of: The edit of each row: heads that share a key head have one in common.
         provenance: From the engine that ran.
-        intact: Whether the unedited run is the one that `"kl"` is measured from.
+        base: The name of the unedited run; `"kl"` is measured from the clean one.
         source: The other prompts of a patch.
+        paired: Whether these are the other half of minimal pairs, so that their own metrics are a baseline.
         screen: The share of the edits, all of heads, that is made; the others' effects are estimated.
         options: Engine and batch size.
     """
     exact, estimates = np.full(len(keys), True), None
     if screen is not None:
+        intact = base == "clean"
         exact, estimates = _screened(screen, model, targets, kinds, keys, edits, edit_of, intact, source, options)
     made = sorted({index for index, is_made in zip(edit_of, exact, strict=True) if is_made})
     column_of = {index: column for column, index in enumerate(made, 1)}  # 0 is the unedited run
     edit_sets = [[], *([edits[index]] for index in made)]
-    values, engine = targets.measure_edited(model, edit_sets, source=source, options=options)
+    values, engine = targets.measure_edited(model, edit_sets, source=source, with_source=paired, options=options)
     changes = values[:, [column_of.get(index, 0) for index in edit_of]] - values[:, :1]
-    if estimates is None:
-        return effects_table(keys, changes, targets, kinds, provenance(engine))
-    return effects_table(keys.assign(estimated=~exact), changes, targets, kinds, provenance(engine), estimates)
+    keys = keys if estimates is None else keys.assign(estimated=~exact)
+    table = effects_table(keys, changes, targets, kinds, provenance(engine), estimates)
+    runs = {base: values[:, 0]} | ({other_run(base): values[:, -1]} if paired else {})
+    return replace(table, baselines=baselines_of(targets, kinds, runs, model.cfg.d_vocab, table.provenance))
 
 
 def effects_table(

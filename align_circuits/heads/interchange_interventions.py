@@ -16,6 +16,7 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HeadSite
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.baselines import baseline_table, other_run
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import OwnMetric, TargetMetrics, by_kind
@@ -89,21 +90,24 @@ def interchange_accuracy(
     metrics = [_answers(pair.clean, *side) for side in (right if pair.direction == "denoise" else right[::-1])]
     # Of all targets, so that these runs may share their unedited one with other sweeps; then of those that count.
     of_all = TargetMetrics.of(pair.base, metrics)
-    values, engine = of_all.measure_edited(model, edit_sets, source=pair.source, options=options)
+    values, engine = of_all.measure_edited(model, edit_sets, source=pair.source, with_source=True, options=options)
     values, targets = values[..., differ.numpy()], TargetMetrics.of(pair.base.select_targets(differ), metrics)
     rows = [("model", None, None, NOTHING), *(("head", *head, HEAD) for head in selected)]
     rows += [("set", None, None, name) for name in patches]
     keys = pd.DataFrame(rows, columns=["level", "layer", "head", "patched"])
-    keys = pd.concat([keys.assign(metric=metric) for metric in ("interchange", "corrupted_correct")], ignore_index=True)
-    means, _ = targets.by_prompt(values.reshape(-1, values.shape[-1]))
-    weights = np.tile(targets.weights, (len(means), 1))
+    named = pd.DataFrame({"metric": ["interchange", "corrupted_correct"]})
+    keys = named.merge(keys, how="cross").loc[:, [*keys, "metric"]]
+    means = np.stack([targets.by_prompt(of_metric)[0] for of_metric in values])  # metric, run, prompt
+    weights = np.tile(targets.weights, (len(keys), 1))
     settings = {
         "site": site,
         "sets": {name: [list(head) for head in together] for name, together in sets.items()},
         "edits": {name: edits_provenance(given)["edits"] for name, given in edits.items()},
     }
     provenance = replace(pair, metric=None).provenance("interchange", model, settings, engine)
-    return Table.from_prompts(keys, means, weights, provenance)
+    table = Table.from_prompts(keys, means[:, :-1].reshape(len(keys), -1), weights, provenance)
+    runs = {pair.base_run: means[:, 0], other_run(pair.base_run): means[:, -1]}
+    return replace(table, baselines=baseline_table(named, runs, weights[:2], provenance))
 
 
 def _answers(clean: Prompts, right: Bool[Tensor, "target answer"] | None, name: str) -> OwnMetric:

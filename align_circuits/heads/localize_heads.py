@@ -35,7 +35,7 @@ from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task, first_half
-from align_circuits.tasks.task import Task
+from align_circuits.tasks.task import Task, sampled
 
 MOST_CONTROLS = 10_000
 """More control sets would be drawn, and run, for days."""
@@ -118,7 +118,7 @@ def localize(
         )
     with shared_runs(model):
         tokenizer = getattr(model, "tokenizer", None)
-        prompts = task.sample(n, tokenizer, seed=seed)
+        prompts = sampled(task, n, tokenizer, seed)
         half = first_half(prompts)
         discovery, tested = prompts[:half], prompts[half:]
         roles = [role for role in task.roles if len(prompts.relations.get(role, ()))]

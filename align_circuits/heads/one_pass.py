@@ -65,5 +65,5 @@ def score_and_evaluate(
     both = OnePass(model, prompts)
     engine = forward_alike(model, [both.rows], options=options)
     provenance = provenance_of("score_heads", model, prompts, engine, {"metrics": list(both.scores.metrics)})
-    evaluated = evaluation_table(prompts, both.values, replace(provenance, verb="evaluate", settings={}))
+    evaluated = evaluation_table(both.targets, both.values, replace(provenance, verb="evaluate", settings={}))
     return both.scores.table(provenance), evaluated

@@ -194,8 +194,9 @@ def _patching_table(
         patches,
         patch_of,
         lambda engine: pair.provenance(verb, model, settings, engine),
-        intact=pair.direction == "noise",
+        base=pair.base_run,
         source=pair.source,
+        paired=True,
         screen=screen,
         options=options,
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def run_edited(
     query: Int[Tensor, " row"],
     on_logits: OnLogits,
     source: Prompts | None = None,
+    on_source: Callable[[Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None] | None = None,
     options: RunOptions = RunOptions(),
 ) -> str:
     """Runs a model once for each set of edits, and passes the logits of chosen positions to a callback.
@@ -68,6 +70,7 @@ def run_edited(
         on_logits: Called with the index of an edit set, rows and their logits; assign by row, since after an
             out-of-memory the same rows come again.
         source: Other prompts, token by token alike in shape, whose activations a `Patch` without values puts in.
+        on_source: Called with rows and the logits of the unedited run of the source, which is made for its activations.
         options: Engines `"fast"` and `"auto"` take replay where the fast engine applies and every edit is at one of
             `hooks.replay.REPLAY_SITES`, unless patterns of other prompts are put in, which would take too much memory;
             else the edit sets run one by one, as `forward` does. Models that offer their parts (`HasDecoder`), as those
@@ -90,7 +93,7 @@ def run_edited(
     no_prompts = BatchContext(prompts, prompt[:0])
     names = [set(changes_of(edits, model, no_prompts)) for edits in edit_sets]
     check_hook_points(model, sorted(name for name in set().union(*names) if not is_inside(name)))
-    runs = _EditedRuns(model, prompts, edit_sets, names, source, prompt, query, on_logits)
+    runs = _EditedRuns(model, prompts, edit_sets, names, source, prompt, query, on_logits, on_source)
     patterns_of_source = any(
         _needs_source(edit) and any(map(is_pattern, changes_of([edit], model, no_prompts)))
         for edits in edit_sets
@@ -155,6 +158,7 @@ class _EditedRuns:
     prompt: Int[Tensor, " row"]
     query: Int[Tensor, " row"]
     on_logits: OnLogits
+    on_source: Callable[[Tensor, Tensor], None] | None
 
 
 class _KeptRuns:
@@ -246,22 +250,25 @@ def _replay_batch(
     # Where all prompts have the same queries, the rows are the logits as they stand: no copy is made.
     all_places = torch.equal(places, torch.arange(len(selected) * len(queries), device=places.device))
 
-    def hand_over(index: int, logits: Float[Tensor, "prompt query d_vocab"]) -> None:
+    def hand_over(on_logits: Callable[[Tensor, Tensor], None], logits: Float[Tensor, "prompt query d_vocab"]) -> None:
         check_logits(logits)
         rows = logits.flatten(0, 1) if all_places else logits.flatten(0, 1)[places]
-        runs.on_logits(index, batch.rows, widened(rows))
+        on_logits(batch.rows, widened(rows))
 
     source_run: Mapping[str, Tensor] = {}
-    if runs.source is not None and replay.start < end:
+    if runs.source is not None and (replay.start < end or runs.on_source is not None):
         tokens = runs.source.tokens[selected, batch.cropped :][:, :end].to(device)
-        source_run = replay.other(tokens, set().union(*runs.names))
+        names = set().union(*runs.names) if replay.start < end else set()
+        source_run, logits = replay.other(tokens, names, to_logits=runs.on_source is not None)
+        if runs.on_source is not None and logits is not None:
+            hand_over(runs.on_source, logits)
     # Edit sets that start at the same column share batches, ordered by the layer of their first edit: so each joins its
     # batch as late as it can, and those beside it in a batch do not run layers for nothing.
     for start in sorted(set(starts)):
         group = [index for index, first in enumerate(starts) if first == start]
         if start == end:
             for index in group:
-                hand_over(index, replay.logits)
+                hand_over(partial(runs.on_logits, index), replay.logits)
             continue
         group.sort(key=lambda index: order_of(runs.names[index]))
         at_once = max(1, budget // (len(selected) * (end - start)))
@@ -271,7 +278,7 @@ def _replay_batch(
         for indices in (group[first : first + at_once] for first in range(0, len(group), at_once)):
             changes = [changes_of(runs.edit_sets[index], runs.model, context) for index in indices]
             for place, logits in replay.replay(changes, start):
-                hand_over(indices[place], logits)
+                hand_over(partial(runs.on_logits, indices[place]), logits)
 
 
 def _first_difference(runs: _EditedRuns, selected: Int[Tensor, " prompt"]) -> int:
@@ -293,13 +300,25 @@ def _with_source_values(runs: _EditedRuns, options: RunOptions) -> Iterator[tupl
         yield from enumerate([list(edits) for edits in runs.edit_sets])
         return
     cached: dict[str, Tensor] = {}
-    selected = runs.prompt.unique()
+    on_source = runs.on_source
     for index, edits in enumerate(runs.edit_sets):
         # Edit sets mostly come layer by layer, so what is captured for one serves many that follow.
         if not set(runs.names[index]) <= cached.keys():
             names = _next_names(runs, index)
-            cached = capture(runs.model, runs.source, names, selected=selected, options=options)
+            cached = capture(
+                runs.model,
+                runs.source,
+                names,
+                prompt=runs.prompt,
+                query=runs.query,
+                on_logits=on_source,
+                options=options,
+            )
+            on_source = None  # the first of these runs has shown it
         yield index, [replace(edit, values=cached) if _needs_source(edit) else edit for edit in edits]
+    if on_source is not None:  # no edit took anything from it
+        rows: dict[str, Any] = {"prompt": runs.prompt, "query": runs.query}
+        forward(runs.model, runs.source, **rows, on_logits=on_source, options=options)
 
 
 def _next_names(runs: _EditedRuns, index: int) -> list[str]:

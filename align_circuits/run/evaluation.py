@@ -13,8 +13,9 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import REFERENCES, Prompts
+from align_circuits.run.baselines import SHARES
 from align_circuits.run.options import RunOptions
-from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
+from align_circuits.run.target_metrics import Metric, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.tables import Provenance, Table
 
 ALL_OFFSETS = None
@@ -24,9 +25,14 @@ ALL_OFFSETS = None
 @checked
 @leaves_as_found
 def evaluate(
-    model: HookedModel, prompts: Prompts, *, edits: Sequence[Edit] = (), options: RunOptions = RunOptions()
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    metrics: Sequence[Metric] = ("accuracy", "log_prob"),
+    edits: Sequence[Edit] = (),
+    options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns the model's accuracy and log-probability on the targets, beside the references of the task.
+    """Returns the model's metrics on the targets, by default accuracy and log-probability, beside references.
 
     Teacher forcing: each target is predicted from the true tokens before it. A prediction is the argmax over the whole
     vocabulary, and right where the target accepts it: any letter that the true automaton accepts after the true prefix,
@@ -35,6 +41,8 @@ def evaluate(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets.
+        metrics: What is measured, by name or as functions of your own, as `Pair.metric`; `"kl"` is the divergence from
+            the model without the edits.
         edits: What is changed while the model runs.
         options: Engine and batch size.
 
@@ -42,8 +50,8 @@ def evaluate(
         A table keyed by
 
         - `predictor`: `"model"` or one of `REFERENCES`, as far as the targets hold it;
-        - `metric`: `"accuracy"` in [0, 1], a reference's being its expected one; for the model also `"log_prob"`, the
-          mean log-probability of the target's own token, in nats;
+        - `metric`: `"accuracy"` in [0, 1], a reference's being its expected one; for the model also the others, such
+          as `"log_prob"`, the mean log-probability of the target's own token, in nats;
         - `kind`: `"all"`, `"first"` (tokens that need alignment) or `"later"`; only kinds that occur;
         - `offset`: the target's place in its phrase, from 0, in rows of kind `"all"`; missing in rows of all places
           together (`table.where(offset=None)`).
@@ -55,29 +63,31 @@ def evaluate(
         automata the mapping may be stored in the weights, and neither ceiling is about context.
 
     Raises:
-        ValueError: No prompts, no targets, or prompts that do not fit the model.
+        ValueError: No prompts, no targets, prompts that do not fit the model, or an unknown metric.
     """
     if not len(prompts) or prompts.targets.empty:
         raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
-    metrics = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
-    values, engine = metrics.measure(model, edits, options=options)
-    provenance = provenance_of("evaluate", model, prompts, engine, edits_provenance(edits))
-    return evaluation_table(prompts, values[:, 0], provenance)
+    targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
+    values, engine = targets.measure(model, edits, options=options)
+    settings = {"metrics": targets.names, **edits_provenance(edits)}
+    return evaluation_table(targets, values[:, 0], provenance_of("evaluate", model, prompts, engine, settings))
 
 
-def evaluation_table(prompts: Prompts, values: Float[ndarray, "metric target"], provenance: Provenance) -> Table:
-    """Returns what `evaluate` does, from accuracy and log-probability of each target."""
-    keys, means, weights = summarize_targets(prompts, values)
-    return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())
+def evaluation_table(targets: TargetMetrics, values: Float[ndarray, "metric target"], provenance: Provenance) -> Table:
+    """Returns what `evaluate` does, from the metrics of each target."""
+    keys, means, weights = summarize_targets(targets.prompts, values, targets.names)
+    bounded = keys["metric"].isin(SHARES).to_numpy()
+    return Table.from_prompts(keys, means, weights, provenance, bounded=bounded)
 
 
 def summarize_targets(
-    prompts: Prompts, values: Float[ndarray, "metric target"]
+    prompts: Prompts, values: Float[ndarray, "metric target"], metrics: Sequence[str] = ("accuracy", "log_prob")
 ) -> tuple[pd.DataFrame, Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
     """Returns the keys of `evaluate`'s rows, each row's mean in each prompt, and the number of its targets there."""
     targets = prompts.targets
-    by = {("model", "accuracy"): values[0], ("model", "log_prob"): values[1]}
-    by |= {(name, "accuracy"): targets[name].to_numpy(dtype=float) for name in REFERENCES if name in targets}
+    by = {("model", metric): of_metric for metric, of_metric in zip(metrics, values, strict=True)}
+    if "accuracy" in metrics:
+        by |= {(name, "accuracy"): targets[name].to_numpy(dtype=float) for name in REFERENCES if name in targets}
     groups = {(kind, ALL_OFFSETS): rows for kind, rows in by_kind(prompts).items()}
     offset = targets["offset"].to_numpy()
     groups |= {("all", int(place)): offset == place for place in np.unique(offset)}

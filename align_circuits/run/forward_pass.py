@@ -114,18 +114,23 @@ def capture(
     prompts: Prompts,
     names: Sequence[str],
     *,
-    selected: Int[Tensor, " selected"] | None = None,
+    prompt: Int[Tensor, " row"] | None = None,
+    query: Int[Tensor, " row"] | None = None,
+    on_logits: OnLogits | None = None,
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
 ) -> dict[str, Float[Tensor, "prompt ..."]]:
     """Returns the activations at the given hook points, after the edits, on the CPU; 0 at padding.
 
     Memory grows with the prompts: take one layer at a time where they are many or long.
-    Only `selected` prompts run, ascending, where that is given; the activations of the others are 0.
+    Where rows are given, as for `forward`, only their prompts run, the activations of the others are 0, and `on_logits`
+    is called with the logits of the rows.
     """
     kept: dict[str, Tensor] = {}
     length = prompts.mask.shape[1]
-    selected = torch.arange(len(prompts)) if selected is None else selected
+    if prompt is None or query is None:
+        prompt = torch.arange(len(prompts))
+        query = torch.full_like(prompt, length - 1)
 
     def keep(name: str, rows: Int[Tensor, " batch"], activation: Float[Tensor, "batch ..."]) -> None:
         of_queries = is_pattern(name)
@@ -141,8 +146,9 @@ def capture(
     forward(
         model,
         prompts,
-        prompt=selected,
-        query=torch.full_like(selected, length - 1),
+        prompt=prompt,
+        query=query,
+        on_logits=on_logits,
         on_activation={name: partial(keep, name) for name in names},
         edits=edits,
         options=options,

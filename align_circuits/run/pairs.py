@@ -3,10 +3,11 @@
 import html
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +20,7 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.baselines import baselines_by_prompt, other_run
 from align_circuits.run.batching import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture, widened
 from align_circuits.run.options import RunOptions, progress_bar
@@ -83,6 +85,11 @@ class Pair:
         for name, prompts in (("clean", self.clean), ("corrupted", self.corrupted)):
             drawn += f"<div><b>{name}</b></div>{prompts.to_html(0) if len(prompts) else ''}"
         return drawn
+
+    @property
+    def base_run(self) -> Literal["clean", "corrupted"]:
+        """The name of the run that is measured."""
+        return "clean" if self.direction == "noise" else "corrupted"
 
     @property
     def base(self) -> Prompts:
@@ -155,10 +162,27 @@ class Pair:
     def cache(
         self, model: HookedModel, names: Sequence[str], options: RunOptions, device: torch.device | None = None
     ) -> "CachedPair":
-        """Returns the activations of both runs at the given hook points."""
-        both = (capture(model, prompts, names, options=options) for prompts in (self.base, self.source))
-        base, source = ({name: value.to(device) for name, value in values.items()} for values in both)
-        return CachedPair(base, source)
+        """Returns the activations of both runs at the given hook points, and their metrics."""
+        targets, (count, length) = self.target_metrics, self.base.mask.shape
+        idle = torch.arange(count)[~torch.isin(torch.arange(count), targets.prompt)]  # a row for each, so that it runs
+        order = torch.cat([targets.prompt, idle]).argsort(stable=True)
+        rows: dict[str, Any] = {
+            "prompt": torch.cat([targets.prompt, idle])[order],
+            "query": torch.cat([targets.query, torch.full_like(idle, length - 1)])[order],
+        }
+        values = np.full((2, 1, len(targets.token)), np.nan)
+
+        def keep(run: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
+            is_target = order[rows] < len(targets.token)
+            targets.assign(values[run], order[rows][is_target], logits[is_target.to(logits.device)])
+
+        base, source = (
+            capture(model, prompts, names, **rows, on_logits=partial(keep, run), options=options)
+            for run, prompts in enumerate((self.base, self.source))
+        )
+        metrics = torch.from_numpy(targets.by_prompt(values[:, 0])[0])
+        base, source = ({name: value.to(device) for name, value in run.items()} for run in (base, source))
+        return CachedPair(base, source, metrics)
 
     def inputs(self, device: torch.device) -> tuple[Int[Tensor, "prompt pos"], Bool[Tensor, "prompt pos"]]:
         """Returns the tokens of the base run and their mask."""
@@ -198,8 +222,12 @@ class Pair:
         edges: Bool[Tensor, "receiver sender"],
         values: Float[ndarray, "edge prompt"],
         provenance: Provenance,
+        runs: Float[ndarray, "run prompt"] | None = None,
     ) -> Table:
-        """Returns what was measured of edges as a table, keyed by sender, receiver, direction and metric."""
+        """Returns what was measured of edges as a table, keyed by sender, receiver, direction and metric.
+
+        `runs` holds the metric of base and source run, if effects are measured.
+        """
         receiver, sender = edges.nonzero().T.tolist()
         keys = pd.DataFrame(
             {
@@ -210,7 +238,22 @@ class Pair:
                 "metric": self.target_metrics.names[0],
             }
         )
-        return self.target_metrics.table(keys, values, provenance)
+        return self.effects_table(keys, values, provenance, runs)
+
+    def effects_table(
+        self,
+        keys: pd.DataFrame,
+        values: Float[ndarray, "row prompt"],
+        provenance: Provenance,
+        runs: Float[ndarray, "run prompt"] | None,
+    ) -> Table:
+        """Returns means over prompts as a table, beside the metric of base and source run where that is given."""
+        table = self.target_metrics.table(keys, values, provenance)
+        if runs is None:
+            return table
+        by_run = dict(zip((self.base_run, other_run(self.base_run)), runs, strict=True))
+        d_vocab = provenance.model["d_vocab"]
+        return replace(table, baselines=baselines_by_prompt(self.target_metrics, by_run, d_vocab, provenance))
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +262,8 @@ class CachedPair:
 
     base: Mapping[str, Float[Tensor, "prompt pos ..."]]
     source: Mapping[str, Float[Tensor, "prompt pos ..."]]
+    metrics: Float[Tensor, "run prompt"]
+    """The mean metric of each prompt in both runs; NaN for a prompt without targets."""
 
     def change(self, name: str) -> Float[Tensor, "prompt pos ..."]:
         """Returns what patching would add at a hook point."""

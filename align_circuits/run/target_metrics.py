@@ -254,34 +254,38 @@ class TargetMetrics:
         edit_sets: Sequence[Sequence[Edit]],
         *,
         source: Prompts | None = None,
+        with_source: bool = False,
         options: RunOptions = RunOptions(),
-    ) -> tuple[Float[ndarray, "metric edit_set target"], str]:
+    ) -> tuple[Float[ndarray, "metric run target"], str]:
         """Runs a model once for each set of edits and returns the metrics, and what ran, as `run_edited` does.
 
-        In a sweep that is kept, a part holds some edit sets on some prompts.
+        With `with_source` those of the unedited run of the source prompts come last; it is made for its activations. In
+        a sweep that is kept, a part holds some edit sets on some prompts.
         """
-        values = np.full((len(edit_sets), len(self.metrics), len(self.token)), np.nan)
+        values = np.full((len(edit_sets) + with_source, len(self.metrics), len(self.token)), np.nan)
         engine, done, identity = "", 0, {}
         edits_a_part, prompts_a_part = max(1, len(edit_sets)), max(1, len(self.prompts))
         if options.cache_dir is not None:
             edits_a_part, prompts_a_part = EDIT_SETS_A_PART, PROMPTS_A_PART
             if options.batch_size != "auto":  # whole batches, so that they are those of a sweep that is not kept
                 prompts_a_part = ceil(prompts_a_part / options.batch_size) * options.batch_size
-            identity = self.identity(model, source, options) | {"edits": edit_sets}
+            identity = self.identity(model, source, options) | {"edits": edit_sets, "with_source": with_source}
         places = {
-            f"edit-sets-{first:05d}-prompts-{prompt:05d}": (slice(first, first + edits_a_part), rows)
+            f"edit-sets-{first:05d}-prompts-{prompt:05d}": (slice(first, last), rows)
             for first in range(0, len(edit_sets), edits_a_part)
+            for last in [min(first + edits_a_part, len(edit_sets))]
             for prompt, rows in self._rows_of_parts(prompts_a_part)
         }
         with progress_bar(options, len(edit_sets) * len(self.token), "target") as bar:
-            computes = {
-                name: partial(self._measure_edit_sets, model, edit_sets[sets], rows, source, options, bar)
-                for name, (sets, rows) in places.items()
-            }
+            run = partial(self._measure_edit_sets, model, source=source, with_source=with_source, options=options)
+            computes = {name: partial(run, edit_sets[sets], rows, bar=bar) for name, (sets, rows) in places.items()}
             for name, measured, ran in SweepParts(options.cache_dir, "edited runs", identity).measure(computes):
                 engine, (sets, rows) = ran, places[name]
-                values[sets, :, rows] = measured
-                done += len(measured) * measured.shape[-1]
+                count = sets.stop - sets.start
+                values[sets, :, rows] = measured[:count]
+                if with_source:
+                    values[-1, :, rows] = measured[-1]
+                done += count * measured.shape[-1]
                 bar.update(max(0, done - bar.n))
         return values.swapaxes(0, 1), engine
 
@@ -297,20 +301,31 @@ class TargetMetrics:
         model: HookedModel,
         edit_sets: Sequence[Sequence[Edit]],
         targets: slice,
+        *,
         source: Prompts | None,
+        with_source: bool,
         options: RunOptions,
         bar: Any,
-    ) -> tuple[Float[ndarray, "edit_set metric target"], str]:
-        """One part of a sweep: some edit sets, and some of the targets."""
+    ) -> tuple[Float[ndarray, "run metric target"], str]:
+        """One part of a sweep: some edit sets, then the source run if it is asked for, and some of the targets."""
         prompt, query = self.prompt[targets], self.query[targets]
-        values = np.full((len(edit_sets), len(self.metrics), len(prompt)), np.nan)
+        values = np.full((len(edit_sets) + with_source, len(self.metrics), len(prompt)), np.nan)
 
         def keep(index: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
             self.assign(values[index], rows + targets.start, logits, columns=rows)
-            bar.update(len(rows))
+            if index < len(edit_sets):
+                bar.update(len(rows))
 
         engine = run_edited(
-            model, self.prompts, edit_sets, prompt=prompt, query=query, on_logits=keep, source=source, options=options
+            model,
+            self.prompts,
+            edit_sets,
+            prompt=prompt,
+            query=query,
+            on_logits=keep,
+            source=source,
+            on_source=partial(keep, len(edit_sets)) if with_source else None,
+            options=options,
         )
         return values, engine
 

@@ -23,6 +23,7 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
     | effects of `ablate_heads`, of `minimality`, and of direction `"noise"` | lowest: worst damage |
     | the same, measured as `"kl"` from the intact prediction | highest: worst damage |
     | `"kl"` of direction `"denoise"` | lowest: most of the clean prediction is back |
+    | normalised effects, `"kl"` too | as the other metrics |
     | attribution without a sign (`grad_drop`), in both directions | highest |
     | effects of direction `"denoise"`, scores, direct logits, all else | highest |
 
@@ -53,6 +54,6 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
     if settings.get("grad_drop"):
         return "highest"
     takes_away = verb in LOSSES or direction == "noise"
-    if metric == "kl":
+    if metric == "kl" and not settings.get("normalized"):  # normalised, the clean prediction is 1 as of all metrics
         return "lowest" if direction == "denoise" else "highest"
     return "lowest" if takes_away else "highest"

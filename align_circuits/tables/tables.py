@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from align_circuits.checks import checked, described
 from align_circuits.jobs.files import is_path, replacing
 from align_circuits.jobs.folders import finish_moves, replacing_in
+from align_circuits.tables import baselines
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.ranking import best_end
 
@@ -35,6 +36,12 @@ FILES = ("table.csv", "table.csv.xz")
 
 PER_PROMPT = "values.safetensors"
 """The name under which `values` and `weights` are saved."""
+
+BASELINES = "baselines"
+"""The folder within that of a table that holds its baselines."""
+
+_LEVELS = ("interchange_accuracy", "interchange")
+"""Verbs whose numbers are metrics of edited runs, not changes of them."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,9 @@ class Table:
     """The same measurement prompt by prompt, where it was kept: what paired differences are computed from."""
     weights: Float[ndarray, "row prompt"] | None = None
     """How much each of `values` weighs: its number of targets."""
+    baselines: "Table | None" = None
+    """Of effects: the metrics without any edit, keyed by `run`, `metric`, and `kind` if the effects are. Runs are
+    `"clean"`, `"corrupted"`, their paired difference `"clean - corrupted"`, and `"chance"`, what a guess would get."""
 
     def __post_init__(self):
         if missing := [column for column in VALUES if column not in self.frame.columns]:
@@ -143,11 +153,84 @@ class Table:
 
     def __str__(self) -> str:
         rows = self.frame.to_string(max_rows=20, float_format="{:.3f}".format)
-        return f"{rows}\n[{self.provenance.verb}, {len(self)} rows]"
+        return "\n".join([rows, f"[{self.provenance.verb}, {len(self)} rows]", *self.remarks])
 
     def _repr_html_(self) -> str:
         rows = self.frame.to_html(max_rows=20, float_format="{:.3f}".format)
-        return f"{rows}<div>{html.escape(repr(self))}</div>"
+        return rows + "".join(f"<div>{html.escape(line)}</div>" for line in (repr(self), *self.remarks))
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is shown below the rows: a line for the baselines of each metric, and the warnings."""
+        described = [] if self.baselines is None else list(baselines.described(self._own_baselines.frame))
+        return [*described, *(f"Note: {warning}." for warning in self.warnings)]
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the baselines have clean and corrupted prompts, so that the effects can be normalised."""
+        return self.baselines is not None and baselines.GAP in set(self.baselines.frame["run"])
+
+    @property
+    def _own_baselines(self) -> "Table":
+        """The baselines of the metrics and kinds that are in the table."""
+        assert self.baselines is not None
+        keys = [key for key in ("kind", "metric") if key in self.keys and key in self.baselines.keys]
+        frame: Any = self.baselines.frame
+        own: Any = self.frame[keys]
+        return self.baselines._rows(np.flatnonzero(frame[keys].isin(own.to_dict("list")).all(axis=1)))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What leaves effects without a meaning, told by the baselines.
+
+        That is a model that is no better than a guess on the clean prompts (the interval of its metric reaches that of
+        a guess), and clean and corrupted prompts that differ by less than the interval of their difference.
+        """
+        return [] if self.baselines is None else list(baselines.warnings_of(self._own_baselines.frame))
+
+    def normalized(self) -> "Table":
+        """Returns effects on the scale of the baselines: (patched - corrupted) / (clean - corrupted).
+
+        With `direction="denoise"` 0 is a patch that changes nothing, and 1 one that brings the metric of the clean
+        prompts back. With `"noise"` 1 is a patch that changes nothing, and 0 one that brings the metric of the
+        corrupted prompts. The metric may leave [0, 1]. Source: Wang et al. (2022), "Interpretability in the Wild";
+        Heimersheim and Nanda (2024), "How to use and interpret activation patching".
+
+        Returns:
+            The same rows. The 95% interval is that of a ratio over prompts (`intervals.ratio`). Value and interval are
+            NaN where the interval of clean - corrupted holds 0: a share of what may be nothing says nothing.
+
+        Raises:
+            ValueError: A table without corrupted prompts to compare with, or one whose per-prompt values or signs were
+                left out.
+        """
+        if not self.is_paired:
+            raise ValueError(
+                f"a table of {self.provenance.verb!r} without the metric on clean and corrupted prompts: give one of "
+                "patch_heads, patch_sites, attribute_heads, patch_edges, patch_paths, attribute_edges or "
+                "interchange_accuracy, before it is joined or subtracted"
+            )
+        runs = self._own_baselines
+        if self.values is None or runs.values is None or runs.weights is None:
+            raise ValueError("the per-prompt values were left out, of which the intervals are made: keep them in save")
+        if self.provenance.settings.get("grad_drop"):
+            raise ValueError("scores without a sign (grad_drop) are no changes of the metric: leave grad_drop off")
+        by = [key for key in ("kind", "metric") if key in runs.keys and key in self.keys]
+        own, frame = (list(part[by].itertuples(index=False, name=None)) for part in (self.frame, runs.frame))
+        of_run = {(run, *key): row for row, (run, key) in enumerate(zip(runs.frame["run"], frame, strict=True))}
+        value, low, high = np.full((3, len(self)), np.nan)
+        for key in dict.fromkeys(own):
+            rows, gap_row = np.array([each == key for each in own]), of_run[baselines.GAP, *key]
+            gap, above = runs.values[gap_row], self.values[rows]
+            if self.provenance.verb in _LEVELS:
+                above = above - runs.values[of_run[baselines.CORRUPTED, *key]]
+            elif "noise" in _directions(self):
+                above = above + gap
+            if baselines.is_apart(runs.frame.iloc[gap_row]):
+                value[rows], low[rows], high[rows] = stats.ratio(above, gap, runs.weights[gap_row])
+        settings = {**self.provenance.settings, "normalized": True}
+        measured = self.frame.assign(value=value, low=low, high=high)
+        return Table(measured, replace(self.provenance, settings=settings))
 
     def where(self, **keys: Any) -> "Table":
         """Returns the rows whose key columns have the given values; a list of values means any of them.
@@ -353,7 +436,7 @@ class Table:
                 f"two rows of {row}: give the tables by name, Table.concat({{'before': a, 'after': b}}, key='model')"
             )
         provenances = [part.provenance for part in parts]
-        kept = {}
+        kept: dict[str, Any] = {}
         widths = {None if part.values is None else part.values.shape[1] for part in parts}
         if None not in widths and len(widths) == 1 and all(_same_data(part, parts[0]) for part in parts):
             kept = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("values", "weights")}
@@ -405,13 +488,16 @@ class Table:
         Raises:
             ValueError: The folder cannot be written.
         """
-        with replacing_in(folder, going=(*FILES, PER_PROMPT)) as new:  # of an earlier save: one table to a folder
+        going = (*FILES, PER_PROMPT, BASELINES)
+        with replacing_in(folder, going=going) as new:  # of an earlier save: one table to a folder
             name, compression = (FILES[1], "xz") if compress else (FILES[0], None)
             self.frame.to_csv(new / name, index=False, compression=compression)
             if per_prompt and self.values is not None and self.weights is not None:
                 tensors = {"values": _narrow(self.values), "weights": _narrow(_one_if_equal(self.weights))}
                 save_file(tensors, new / PER_PROMPT)
             (new / "provenance.json").write_text(self.provenance.to_json(), encoding="utf-8")
+            if self.baselines is not None:
+                self.baselines.save(new / BASELINES, compress=compress, per_prompt=per_prompt)
 
     @classmethod
     @checked
@@ -439,6 +525,8 @@ class Table:
             table.frame[list(VALUES)].astype(float)
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"{str(path)!r} is no table ({error}): give what Table.save wrote") from error
+        if (folder / BASELINES).is_dir():
+            table = replace(table, baselines=cls.load(folder / BASELINES))
         if not (folder / PER_PROMPT).is_file():
             return table
         try:

@@ -63,7 +63,14 @@ class Task(ABC):
         """
         if type(self).corrupt is Task.corrupt:
             return exchanged(prompts)
-        return prompts, self.corrupt(prompts, seed=seed)
+        corrupted = self.corrupt(prompts, seed=seed)
+        _check_made(self, "corrupt", corrupted)
+        if torch.equal(corrupted.inputs, prompts.inputs):
+            raise ValueError(
+                f"{type(self).__name__}.corrupt returned the prompts as they were, so that a patch changes nothing: "
+                "change, in a copy (dataclasses.replace), the tokens that the answer depends on"
+            )
+        return prompts, corrupted
 
     def control(self) -> "Task | None":
         """Returns the same task with another alignment, or None if it has no alignment to change.
@@ -76,6 +83,32 @@ class Task(ABC):
     def caveats(self) -> tuple[str, ...]:
         """What cannot be established on this task, in sentences."""
         return ()
+
+
+def sampled(task: Task, n: int, tokenizer: Any, seed: int) -> Prompts:
+    """Returns what a task samples, or raises if it is not what `localize` needs.
+
+    Raises:
+        TypeError: Something else than prompts.
+        ValueError: Prompts without a relation that the task names as a role.
+    """
+    prompts = task.sample(n, tokenizer, seed=seed)
+    _check_made(task, "sample", prompts)
+    if missing := [role for role in task.roles if role not in prompts.relations]:
+        raise ValueError(
+            f"{type(task).__name__}.roles has {missing[0]!r}, but its prompts have no such relation, only "
+            f"{', '.join(map(repr, prompts.relations)) or 'none'}: return "
+            f"prompts.with_relations({missing[0]}=Relation...) from sample, or leave the role out"
+        )
+    return prompts
+
+
+def _check_made(task: Task, method: str, prompts: Any) -> None:
+    if not isinstance(prompts, Prompts):
+        raise TypeError(
+            f"{type(task).__name__}.{method} returned a {type(prompts).__name__}: return Prompts, such as those of "
+            "Prompts.from_texts, from_pairs or from_tokens"
+        )
 
 
 def check_least(config: Any, **least: int) -> None:

@@ -1,5 +1,6 @@
 """The command line: what it writes, what it prints, and what it refuses."""
 
+import html
 import json
 import re
 from dataclasses import fields, replace
@@ -74,6 +75,8 @@ def test_evaluate_writes_accuracies(tmp_path, capsys):
     assert main(["evaluate", *SMALL, "--out", str(tmp_path)]) == 0
     assert "history" in capsys.readouterr().out
     assert set(Table.load(tmp_path).frame["predictor"]) == {"model", "chance", "memoryless", "history", "oracle"}
+    assert main(["evaluate", *SMALL, "--metrics", "prob", "logit", "--out", str(tmp_path), "--overwrite"]) == 0
+    assert set(Table.load(tmp_path).frame["metric"]) == {"accuracy", "prob", "logit"}
 
 
 def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_tokenizer, random_hf_model, capsys):
@@ -301,7 +304,7 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
         ("attribute", "--direction", "noise", "--method", "ig_inputs"): ac.attribute_heads(
             model, pair, method="ig_inputs"
         ),
-        ("ablate", "--how", "zero"): ac.ablate_heads(model, pair.clean, "zero", metrics=("prob",)),
+        ("ablate", "--how", "zero"): ac.ablate_heads(model, pair.clean, "zero", metrics=("prob", "accuracy")),
     }
     for (verb, *options), table in expected.items():
         out = tmp_path / verb
@@ -310,8 +313,14 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
         np.testing.assert_array_equal(written.frame["value"], table.frame["value"])
         of_all = written.where(metric="prob", kind="all") if verb != "attribute" else written
         row = of_all.top("prob", 1).frame.iloc[0]
-        assert f"L{row['layer']}H{row['head']} {row['value']:.2f}" in capsys.readouterr().out
+        printed, page = capsys.readouterr().out, (out / "report.html").read_text(encoding="utf-8")
+        assert f"L{row['layer']}H{row['head']} {row['value']:.2f}" in printed
         assert written.provenance.verb == verb
+        assert any(line.startswith("prob without an edit: clean ") for line in table.remarks)
+        text = html.unescape(re.sub("<[^>]+>", "", page))
+        assert all(line in printed and line in text for line in table.remarks) and "Without an edit" in text
+        if verb != "ablate":
+            np.testing.assert_array_equal(written.normalized().frame["value"], table.normalized().frame["value"])
     assert main(["rerun", str(tmp_path / "patch")]) == 0
     assert "same: all " in capsys.readouterr().out
 

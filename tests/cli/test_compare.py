@@ -44,9 +44,18 @@ def test_other_prompts_give_no_interval_and_equal_rows_are_counted(values, tmp_p
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
     printed = capsys.readouterr().out
     assert "2 of 2 numbers are equal in A and B (1 stand in A alone, 0 stand in B alone)" in printed
-    assert "without intervals: the prompts differ" in printed
+    assert "without intervals: the prompts differ" in printed and "largest differences" not in printed
+    page = (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
+    assert "Numbers that differ" not in page
     made: Any = Table.load(tmp_path / "both").frame
     assert made["low"].isna().all()
+    changed = values[0] + np.array([[0.0], [np.nan], [0.25]])
+    run(values[0] + np.array([[0.0], [np.nan], [0.0]]), tmp_path / "a")
+    run(changed, tmp_path / "b")
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--overwrite", "--out", str(tmp_path / "both")]
+    assert main(command) == 0
+    listed = capsys.readouterr().out.split("largest differences:\n")[1].split("\n\n")[0].splitlines()
+    assert len(listed) == 2 and "0.25" in listed[1], "a heading, and the one row that differs"
 
 
 def test_what_is_no_run_and_what_measured_something_else_are_refused(values, tmp_path, capsys):

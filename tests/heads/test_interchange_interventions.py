@@ -82,6 +82,17 @@ def test_equals_a_loop_with_hooks(llama, halves, direction, kind):
             expected[*key, metric] = sum(hits) / len(hits)
     assert values_of(table) == pytest.approx(expected)
     assert len(set(expected.values())) > 2
+    assert table.baselines is not None
+    baselines = table.baselines.frame.set_index(["run", "metric"])["value"].to_dict()
+    with torch.no_grad():
+        of_source = llama.run_with_hooks(pair.source.tokens, **inputs)
+    for metric, side in (("interchange", source), ("corrupted_correct", base)):
+        hits = []
+        for row in counted:
+            place = clean.targets.iloc[row]
+            hits.append(bool(right[side][row, int(of_source[place["prompt"], place["query_pos"]].argmax())]))
+        assert baselines[source, metric] == pytest.approx(sum(hits) / len(hits))
+        assert baselines[base, metric] == pytest.approx(expected[None, None, "nothing", metric])
     levels = table.frame.drop_duplicates("patched").set_index("patched")["level"].to_dict()
     assert levels == {"nothing": "model", "head": "head", "two": "set", "stream": "set"}
     settings = table.provenance.settings
@@ -98,7 +109,8 @@ def test_a_planted_circuit_brings_the_answer_along(planted, direction):
     others = [head for head in model.kinds if model.roles.get(head) not in ("align_query", "lookup")]
     sets = {"aligners": by_role["align_query"], "lookup": by_role["lookup"], "random": others[:2]}
     pair = Pair(clean, corrupted, direction=direction)
-    found = values_of(ac.interchange_accuracy(model, pair, heads=[*by_role["align_query"], *others], sets=sets))
+    table = ac.interchange_accuracy(model, pair, heads=[*by_role["align_query"], *others], sets=sets)
+    found = values_of(table)
     for name, expected in {"aligners": 1.0, "lookup": 1.0, "random": 0.0, "nothing": 0.0}.items():
         assert found[None, None, name, "interchange"] == expected, name
         assert found[None, None, name, "corrupted_correct"] == 1 - expected, name
@@ -106,6 +118,9 @@ def test_a_planted_circuit_brings_the_answer_along(planted, direction):
         assert found[layer, head, "head", "interchange"] == 0
     if len(by_role["align_query"]) == 1:
         assert found[*by_role["align_query"][0], "head", "interchange"] == 1
+    normalized: Any = table.normalized().frame  # 1 is the clean answer, whichever run is patched
+    brought = normalized.set_index(["patched", "metric"])["value"].to_dict()
+    assert brought["aligners", "interchange"] == float(direction == "denoise") == 1 - brought["nothing", "interchange"]
 
 
 def test_refusals(llama, halves):

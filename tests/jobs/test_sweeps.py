@@ -104,9 +104,9 @@ def test_few_heads_on_many_prompts_are_parts_of_some_prompts_each(model, site, t
     captured = []
     capture = edited_runs.capture
 
-    def counting(*arguments: Any, selected: torch.Tensor, **options: Any) -> Any:
-        captured.append(selected.tolist())
-        return capture(*arguments, selected=selected, **options)
+    def counting(*arguments: Any, **options: Any) -> Any:
+        captured.append(options["prompt"].unique().tolist())
+        return capture(*arguments, **options)
 
     monkeypatch.setattr(edited_runs, "capture", counting)
     settings: dict[str, Any] = {"sites": [site], "heads": [(1, 1)]}

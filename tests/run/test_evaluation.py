@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
+from align_circuits.hooks.edits import Ablate
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts.prompts import REFERENCES, Prompts
@@ -83,6 +84,29 @@ def test_equal_to_loops_over_logits(llama, prompts, engine, own_token):
             assert value(table, predictor=name, metric="accuracy", **keys) == pytest.approx(expected)
         assert (frame_of(table, **keys)["n"] == len(of_group)).all()
     assert len(table) == (2 + len(REFERENCES)) * len(groups)
+
+
+def test_any_metric(llama, prompts):
+    """By name and of one's own; the divergence from the model without the edits."""
+
+    def entropy(logits, targets):  # noqa: ARG001
+        log_p = logits.log_softmax(-1)
+        return -(log_p.exp() * log_p).sum(-1)
+
+    with torch.no_grad():
+        logits = llama(prompts.tokens)[prompts.column("prompt"), prompts.column("query_pos")].double()
+    log_p = logits.log_softmax(-1)
+    token = prompts.column("token")[:, None]
+    expected = {"prob": log_p.exp().gather(1, token), "entropy": -(log_p.exp() * log_p).sum(-1), "kl": torch.zeros(1)}
+    table = evaluate(llama, prompts, metrics=["prob", entropy, "kl"])
+    assert set(table.frame["predictor"]) == {"model"}, "the references are accuracies"
+    for metric, values in expected.items():
+        found = value(table, predictor="model", metric=metric, kind="all", offset=ALL_OFFSETS)
+        assert found == pytest.approx(float(values.mean()), abs=1e-5)
+    edited = evaluate(llama, prompts, metrics=["kl"], edits=[Ablate([(0, 0)], how="zero")])
+    assert value(edited, metric="kl", kind="all", offset=ALL_OFFSETS) > 1e-4
+    with pytest.raises(ValueError, match="metric='rank': choose one of 'accuracy', 'log_prob'"):
+        evaluate(llama, prompts, metrics=["rank"])  # pyright: ignore[reportArgumentType]
 
 
 def test_some_predictions_of_each_sort_are_there(llama, prompts):

@@ -82,6 +82,6 @@ def test_halves_of_other_shapes_are_refused(ids):
 
 
 def test_activations_between_both_runs():
-    pair = pairs.CachedPair({"a": torch.tensor([[[7.0]]])}, {"a": torch.tensor([[[3.0]]])})
+    pair = pairs.CachedPair({"a": torch.tensor([[[7.0]]])}, {"a": torch.tensor([[[3.0]]])}, torch.zeros(2, 1))
     assert pair.change("a") == -4
     assert [float(pair.between("a", share)) for share in (0.0, 0.25, 1.0)] == [3, 4, 7]

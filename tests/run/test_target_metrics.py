@@ -98,6 +98,47 @@ class Measured(Twin):
         )
 
 
+def check_baselines(table: ac.Table, model: Any, pair: Pair) -> None:
+    """Clean, corrupted and normalised numbers by hand, and where there can be none."""
+    clean, corrupted = (
+        Measured(model, replace(pair, direction=direction)).before.mean() for direction in ("noise", "denoise")
+    )
+    assert table.baselines is not None
+    frame: Any = table.baselines.frame
+    frame = frame[frame["kind"] == "all"] if "kind" in frame else frame
+    runs = frame.set_index("run")
+    expected = {"clean": clean, "corrupted": corrupted, "clean - corrupted": clean - corrupted}
+    found = runs["value"].to_dict()
+    assert {run: found[run] for run in expected} == pytest.approx(
+        {run: float(x) for run, x in expected.items()}, abs=1e-5
+    )
+    guess: dict[Any, float] = {
+        "logit": 0,
+        "logit_diff": 0,
+        "prob": 1 / model.cfg.d_vocab,
+        "log_prob": -np.log(model.cfg.d_vocab),
+    }
+    if pair.metric in guess:
+        assert found["chance"] == pytest.approx(guess[pair.metric])
+    else:
+        assert ("chance" in found) == (pair.metric == "accuracy")
+    gap = runs.loc["clean - corrupted"]
+    part = table.where(kind="all") if "kind" in table.keys else table
+    base = clean if pair.direction == "noise" else corrupted
+    by_hand = (float(base) + part.frame["value"].to_numpy() - float(corrupted)) / float(clean - corrupted)
+    normalized: Any = part.normalized().frame
+    if gap["low"] <= 0 <= gap["high"]:
+        assert normalized[["value", "low", "high"]].isna().all(axis=None)
+        assert any("may be 0" in warning for warning in table.warnings)
+    else:
+        assert normalized["value"].to_numpy() == pytest.approx(by_hand, rel=1e-3, abs=1e-4)
+        assert (normalized["low"] <= normalized["value"]).all() and (normalized["value"] <= normalized["high"]).all()
+    pd.testing.assert_frame_equal(
+        part.normalized().frame.drop(columns=["value", "low", "high"]),
+        part.frame.drop(columns=["value", "low", "high"]),
+    )
+
+
 def values_of(table: ac.Table, *keys: str, **where: Any) -> dict[Any, float]:
     frame: Any = table.frame
     for column, value in where.items():
@@ -119,6 +160,7 @@ def test_patched_heads(model, halves, metric, how):
     expected = {(i, j): twin.patched(f"blocks.{i}.attn.hook_z", column=j) for i in range(2) for j in range(4)}
     assert found == pytest.approx(expected, abs=1e-5)
     assert max(map(abs, found.values())) > 1e-3
+    check_baselines(table, model, pair)
 
 
 @named
@@ -133,6 +175,11 @@ def test_ablated_heads(model, halves, metric):
     found = values_of(table, "layer", "head", kind="all", metric=name_of_metric(metric))
     assert found == pytest.approx(expected, abs=1e-5)
     assert table.provenance.settings["metrics"][0] == name_of_metric(metric)
+    assert table.baselines is not None
+    intact = values_of(table.baselines, "run", kind="all", metric=name_of_metric(metric))["clean",]
+    assert intact == pytest.approx(float(twin.before.mean()), abs=1e-5)
+    with pytest.raises(ValueError, match="a table of 'ablate_heads' without the metric on clean and corrupted prompts"):
+        table.normalized()
 
 
 def edges_of(model: Any) -> list[tuple[str, str]]:
@@ -144,9 +191,13 @@ def edges_of(model: Any) -> list[tuple[str, str]]:
 def test_patched_edges_and_paths(model, halves, metric):
     pair, some = Pair(*halves, metric=metric, direction="noise"), edges_of(model)[::9]
     twin = Measured(model, pair)
-    found = values_of(patch_edges(model, pair, edges=some), "sender", "receiver")
+    table = patch_edges(model, pair, edges=some)
+    check_baselines(table, model, pair)
+    found = values_of(table, "sender", "receiver")
     assert found == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in some}, abs=1e-5)
-    paths = values_of(patch_paths(model, pair, senders=["L0H1", "L1H2"]), "sender", "receiver")
+    table = patch_paths(model, pair, senders=["L0H1", "L1H2"])
+    check_baselines(table, model, pair)
+    paths = values_of(table, "sender", "receiver")
     assert paths == pytest.approx({edge: twin.effect(*edge, freeze_mlps=False) for edge in paths}, abs=1e-5)
     assert metric == "accuracy" or max(map(abs, {**found, **paths}.values())) > 1e-3
 
@@ -159,7 +210,9 @@ def test_attributed_heads(model, halves, metric):
             attribute_heads(model, Pair(*halves, metric=metric))
         return
     pair = Pair(*halves, metric=metric)
-    found = values_of(attribute_heads(model, pair, options=ac.RunOptions(batch_size=2)), "layer", "head")
+    table = attribute_heads(model, pair, options=ac.RunOptions(batch_size=2))
+    check_baselines(table, model, pair)
+    found = values_of(table, "layer", "head")
     twin, kept = Measured(model, pair), {}
 
     def keeper(name: str) -> Any:
@@ -187,7 +240,9 @@ def test_attributed_edges(model, halves, metric):
             attribute_edges(model, Pair(*halves, metric=metric))
         return
     pair, some = Pair(*halves, metric=metric), edges_of(model)[::9]
-    found, twin = values_of(attribute_edges(model, pair, method="eap"), "sender", "receiver"), Measured(model, pair)
+    table = attribute_edges(model, pair, method="eap")
+    check_baselines(table, model, pair)
+    found, twin = values_of(table, "sender", "receiver"), Measured(model, pair)
     for edge in some:
         near, far = (
             twin.effect(*edge, freeze_mlps=True, share=step) - twin.effect(*edge, freeze_mlps=True, share=-step)

@@ -3,7 +3,9 @@
 import inspect
 import json
 import lzma
+import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ import pytest
 from refusals import refused
 from scipy import stats
 
+from align_circuits.run.baselines import baseline_table
+from align_circuits.tables import intervals
 from align_circuits.tables.tables import Provenance, Table, with_level
 
 DATA = {"task": {"name": "made"}, "digest": "d"}
@@ -219,6 +223,70 @@ def test_a_difference_is_paired_by_keys_and_prompts():
     assert frame_of(difference)["low"].le(frame_of(difference)["value"]).all()
     assert difference.provenance.verb == "difference"
     assert frame_of(left - left)[["value", "low", "high"]].eq(0).all(axis=None)
+
+
+def with_baselines(direction: str, clean: Any, corrupted: Any, verb: str = "patch_heads", **settings: Any) -> Table:
+    """Effects of two heads on one metric in six prompts of different weight, with baselines."""
+    keys = pd.DataFrame({"level": "head", "layer": 0, "head": [0, 1], "direction": direction, "metric": "log_prob"})
+    weights, made = np.array([[1.0, 2, 2, 2, 1, 2]]), Provenance(verb, settings)
+    means = {"clean": np.array([clean]), "corrupted": np.array([corrupted]), "chance": np.full((1, 6), -4.0)}
+    changes = np.random.default_rng(0).normal(1, 0.2, (2, 6))
+    table = Table.from_prompts(keys, changes, np.tile(weights, (2, 1)), made, bounded=False)
+    return replace(table, baselines=baseline_table(pd.DataFrame({"metric": ["log_prob"]}), means, weights, made))
+
+
+APART = [-0.1, -0.2, -0.3, -0.1, -0.2, -0.4], [-2.1, -2.6, -3.0, -2.0, -2.2, -2.9]
+
+
+@pytest.mark.parametrize(
+    ("direction", "verb"), [("denoise", "patch_heads"), ("noise", "patch_heads"), ("denoise", "interchange")]
+)
+def test_normalized_effects_are_ratios_of_means_over_prompts(direction, verb, tmp_path):
+    table = with_baselines(direction, *APART, verb)
+    assert table.values is not None and table.weights is not None and not table.warnings
+    clean, corrupted = map(np.array, APART)
+    values, weight = table.values, table.weights[0]
+    # An effect is a change of the run that is patched; interchange has the metric of the patched run itself.
+    base = {"patch_heads": corrupted if direction == "denoise" else clean, "interchange": np.zeros(6)}[verb]
+
+    low, high = (sum(weight * side) / sum(weight) for side in (corrupted, clean))
+    shares = [(sum(weight * (base + row)) / sum(weight) - low) / (high - low) for row in values]
+    frame: Any = table.normalized().frame
+    assert frame["value"].to_list() == pytest.approx(shares)
+    above = values + (clean - corrupted if direction == "noise" else 0) - (corrupted if verb == "interchange" else 0)
+    _, low, high = intervals.ratio(above, clean - corrupted, weight)
+    assert frame["low"].to_list() == pytest.approx(low) and frame["high"].to_list() == pytest.approx(high)
+    table.save(tmp_path)
+    loaded = Table.load(tmp_path)
+    pd.testing.assert_frame_equal(loaded.normalized().frame, frame)
+    assert str(loaded).splitlines()[-1] == (
+        "log_prob without an edit: clean -0.23 [-0.418, -0.101], corrupted -2.53 [-3.03, -1.93], clean - corrupted "
+        "2.3 [1.85, 2.69]"
+    )
+    assert table.where(head=1).normalized().frame["value"][0] == frame["value"][1]
+    table.save(tmp_path, per_prompt=False)
+    refused("the per-prompt values were left out", Table.load(tmp_path).normalized)
+    (table - table).save(tmp_path)
+    assert Table.load(tmp_path).baselines is None, "those of an earlier table go"
+
+
+def test_effects_without_a_meaning_are_noted():
+    guessing = with_baselines("denoise", [-4.0, -3.9, -4.1, -4.2, -3.8, -4.0], [-4.1, -3.8, -4.0, -4.3, -3.9, -4.0])
+    assert len(guessing.warnings) == 2
+    assert re.match(
+        r"log_prob on the clean prompts is -4\S* \[.*\], no better than a guess \(-4\):", guessing.warnings[0]
+    )
+    assert re.match(r"log_prob on clean and on corrupted prompts differs by .*, which may be 0:", guessing.warnings[1])
+    assert str(guessing).count("Note: log_prob on") == guessing._repr_html_().count("Note: log_prob on") == 2
+    normalized: Any = guessing.normalized().frame
+    assert normalized[["value", "low", "high"]].isna().all(axis=None)
+
+
+def test_what_cannot_be_normalized_is_refused():
+    refused("a table of 'made' without the metric on clean and corrupted prompts", table().normalized)
+    refused("scores without a sign", with_baselines("denoise", *APART, grad_drop=True).normalized)
+    kept = with_baselines("denoise", *APART)
+    refused("without the metric on clean", (kept - kept).normalized)
 
 
 def test_a_difference_of_other_prompts_has_no_interval():
