@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
 from align_circuits.cli.folders import Results
@@ -60,16 +61,17 @@ def _sections(table: Table, parts: Mapping[str, Table], metric: str, prompts: Pr
         where = f", {place}" if place else ""
         yield f"What matters most{where}", "With 95% intervals over prompts.", plots.top_heads(of_all, [metric], 10)
         of_heads = "head" in set(of_all.frame["level"])
+        maps = []
         if of_heads and "kind" in table.keys:
             kinds = list(dict.fromkeys(table.frame["kind"]))
             same = {key: of_all.frame[key].iloc[0] for key in _PLACE if key in table.keys}
-            maps = plots.head_maps(_measured(table).where(metric=metric, **same), kinds, by="kind", unit=unit)
+            maps = [plots.head_maps(_measured(table).where(metric=metric, **same), kinds, by="kind", unit=unit)]
         elif of_heads:
-            maps = plots.head_maps(of_all, [metric], unit=unit)
-        if of_heads:
+            maps = [plots.head_maps(of_all, [metric], unit=unit)]
+        if maps:
             yield f"All heads{where}", "Hover for a number and its interval.", maps
         shares = of_all.normalized() if table.is_paired else None
-        if shares is not None and shares.frame["value"].notna().any():
+        if shares is not None and not np.isnan(shares.frame["value"].to_numpy(dtype=float)).all():
             drawn = [plots.top_heads(shares, [metric], 10)]
             drawn += [plots.head_maps(shares, [metric], unit="share")] if of_heads else []
             yield f"Normalised{where}", SCALE, drawn
@@ -92,8 +94,9 @@ def _parts(table: Table, metric: str) -> Iterator[tuple[str, Table]]:
 def _by_place(table: Table) -> Iterator[tuple[str, Table]]:
     """Yields the rows of each site and each group of positions, by a name; no name where there is one of each."""
     keys = [key for key in _PLACE if key in table.keys]
-    several = [key for key in keys if table.frame[key].nunique() > 1]
-    for _, row in table.frame[keys].drop_duplicates().iterrows():
+    frame: Any = table.frame
+    several = [key for key in keys if frame[key].nunique() > 1]
+    for _, row in frame[keys].drop_duplicates().iterrows():
         yield " at ".join(str(row[key]) for key in several), table.where(**row.to_dict())
 
 

@@ -1,6 +1,7 @@
 """The entry point: reads the arguments, runs the verb, and turns errors into one line."""
 
 import gc
+import logging
 import os
 import re
 import sys
@@ -252,13 +253,18 @@ class Output:
 
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Prints the warnings of the block as a line each, like errors, without the code that they come from."""
-    before = warnings.formatwarning
+    """Prints the warnings of the block as a line each, like errors, without the code that they come from.
+
+    What the package logs for whoever calls it from Python is left out.
+    """
+    logger, before = logging.getLogger("align_circuits"), warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"{PROGRAM}: {message}\n"
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         warnings.formatwarning = before
+        logger.setLevel(logging.NOTSET)
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Loads a Hugging Face decoder, from a folder, the hub or memory, as a TransformerLens model."""
 
 import copy
+import logging
 import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -181,7 +182,18 @@ def load(
     if dtype is not None:
         source = source.to(dtype)  # pyright: ignore[reportArgumentType]
     name = str(source.name_or_path or "model")
+    _say_wrapped(type(source).__name__)
     return _bridge(source, _tokenizer(tokenizer, Path(name)), name)
+
+
+@cache
+def _say_wrapped(kind: str) -> None:
+    """Says once for each class of models that the model in memory is changed."""
+    logging.getLogger("align_circuits").warning(
+        "load wraps this %s in place: use what it returns from now on. The model itself still runs and generates, but "
+        "its modules have other names, and save_pretrained fails. To keep it as it is, give load a copy.",
+        kind,
+    )
 
 
 def chosen_device(name: str | torch.device | None) -> torch.device:

@@ -565,13 +565,18 @@ class Prompts:
 
         Raises:
             TypeError: As `from_texts` does.
-            ValueError: As `from_texts` does; or texts of different numbers of tokens, where the message shows the first
-                place that differs in length.
+            ValueError: As `from_texts` does; a corrupted text that is the clean one; or texts of different numbers of
+                tokens, where the message shows the first place that differs in length.
         """
         if len(corrupted) != len(clean):
             raise ValueError(f"corrupted: {len(corrupted)} for {len(clean)} clean texts; give a list with one for each")
         tokenized = tokenize(clean, tokenizer, answer, wrong, positions)
         others = tokenize(corrupted, tokenizer, corrupted_answer, None, None)
+        if same := [index for index, text in enumerate(clean) if text == corrupted[index]]:
+            raise ValueError(
+                f"{len(same)} of {len(clean)} pairs, such as pair {same[0]}, have a corrupted text equal to the clean "
+                "one, where no patch changes anything: change what the answer depends on, or leave them out"
+            )
         for index, (text, other) in enumerate(zip(tokenized, others, strict=True)):
             check_aligned(index, text, other.ids[: other.n_text], tokenizer)
         prompts = cls._of_texts(tokenized, tokenizer, groups)

@@ -1,6 +1,7 @@
 """Texts as token ids: where an answer begins, where a word stands, and whether two texts are aligned token by token."""
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -41,6 +42,9 @@ def tokenize(
     Raises:
         ValueError: Lists of different lengths, an answer that does not begin at a token of its own, a wrong answer of
             another length, or a named position that is not there.
+
+    Warns of what is hardly meant: an answer that goes on with the text's last word, a space at the end of the text, and
+    a named position inside a word.
     """
     if not texts:
         raise ValueError("no texts: give at least one")
@@ -53,7 +57,7 @@ def tokenize(
     named = {name: _of_each(name, place, len(texts)) for name, place in (positions or {}).items()}
     if answer is not None and END in named:
         raise ValueError(f"positions: {END!r} is the text's last token by itself; take another name")
-    tokenized = []
+    tokenized, doubts = [], {}
     for index, text in enumerate(texts):
         ids = _ids(tokenizer, text)
         if not ids:
@@ -67,7 +71,46 @@ def tokenize(
             others = _continuation(tokenizer, index, "wrong answer", text, ids, wrong[index])
             _check_wrong(tokenizer, index, answered[len(ids) :], others)
         tokenized.append(TokenizedText(text, answered, len(ids), others, places))
+        places_of = {name: place[index] for name, place in named.items()}
+        if doubt := _doubt(tokenizer, text, "" if answer is None else answer[index], places_of):
+            doubts[index] = doubt
+    if doubts:
+        first, doubt = next(iter(doubts.items()))
+        warnings.warn(f"{len(doubts)} of {len(texts)} texts, such as text {first}: {doubt}", stacklevel=4)
     return tokenized
+
+
+def _doubt(tokenizer: Any, text: str, answer: str, places: Mapping[str, Place]) -> str | None:
+    """What of a text is hardly meant, where a space belongs to the token of the word behind it."""
+    if text.endswith(" ") and answer.startswith(" "):
+        return "the text ends with a space and the answer begins with another: end the text without"
+    if answer[:1].isalnum() and text[-1].isalnum() and _joins_spaces(tokenizer, answer):
+        return (
+            f"the answer {answer!r} has no space before it and goes on with the word {text.split()[-1]!r}: give "
+            f"{' ' + answer!r}, unless that is meant"
+        )
+    for name, place in places.items():
+        part, occurrence = (place, 0) if isinstance(place, str) else place if isinstance(place, tuple) else ("", 0)
+        starts = _occurrences(text, part)
+        if not starts:
+            continue
+        start, end = starts[occurrence], starts[occurrence] + len(part)
+        words = re.finditer(r"\w+", text)
+        cut = [word[0] for word in words for edge in (start, end) if word.start() < edge < word.end()]
+        if cut and _joins_spaces(tokenizer, cut[0]):
+            return f"positions[{name!r}]: {part!r} lies inside a word: give the whole word, whose last token counts"
+    return None
+
+
+def _occurrences(text: str, part: str) -> list[int]:
+    """Where a part of a text begins, each time that it occurs."""
+    return [start for start in range(len(text)) if part and text.startswith(part, start)]
+
+
+def _joins_spaces(tokenizer: Any, word: str) -> bool:
+    """Whether a tokenizer reads a word and the space before it as other tokens than the word, and no more of them."""
+    alone, behind_space = _ids(tokenizer, word), _ids(tokenizer, f" {word}")
+    return alone != behind_space and len(behind_space) <= len(alone)
 
 
 def check_aligned(index: int, clean: TokenizedText, corrupted: Sequence[int], tokenizer: Any) -> None:
@@ -160,10 +203,10 @@ def _continuation(tokenizer: Any, index: int, what: str, text: str, ids: list[in
     """The tokens of an answer behind a text, if it starts a token of its own."""
     both = _ids(tokenizer, text + answer)
     if both[: len(ids)] != ids or len(both) == len(ids):
-        raise ValueError(
-            f"text {index}: the {what} {answer!r} is no token of its own behind {text[-20:]!r}; with most tokenizers "
-            "it begins with a space, and the text ends without one"
-        )
+        remedy = "with most tokenizers it begins with a space, and the text ends without one"
+        if text.endswith(" "):
+            remedy = f"the space at the end of the text belongs to it: end the text without, and give {' ' + answer!r}"
+        raise ValueError(f"text {index}: the {what} {answer!r} is no token of its own behind {text[-20:]!r}; {remedy}")
     return both[len(ids) :]
 
 
@@ -184,7 +227,7 @@ def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, pla
             raise ValueError(f"positions[{name!r}]: no token {place} in text {index}, which has {len(ids)}")
         return place % len(ids)
     part, occurrence = (place, None) if isinstance(place, str) else place
-    found = [start for start in range(len(text)) if part and text.startswith(part, start)]
+    found = _occurrences(text, part)
     if not found or (occurrence is not None and not -len(found) <= occurrence < len(found)):
         raise ValueError(f"positions[{name!r}]: text {index} has {part!r} {len(found)} times: {text!r}")
     if occurrence is None and len(found) > 1:

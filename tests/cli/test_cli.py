@@ -61,7 +61,8 @@ def test_rerun_says_whether_the_numbers_are_the_same(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "edits", [{"n": "many"}, {"task": 3}, {"task": {"x_len": "a"}}, {"task": {"nonesuch": 1}}, {"model": None}]
+    "edits",
+    [{"n": "many"}, {"site": "z"}, {"task": 3}, {"task": {"x_len": "a"}}, {"task": {"nonesuch": 1}}, {"model": None}],
 )
 def test_settings_that_were_edited_are_refused_with_the_name_of_their_file(tmp_path, capsys, edits):
     table = table_of([{"level": "model", "metric": "prob", "value": 1.0}])
@@ -300,7 +301,11 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
     pair = ac.Pair(*task.pairs(task.sample(6, model.tokenizer, seed=0), 0), metric="prob", direction="noise")
     common = ["--model", tiny, "--metric", "prob", *SMALL]
     expected = {
-        ("patch", "--direction", "noise", "--site", "v"): ac.patch_heads(model, pair, sites=("v",)),
+        ("patch", "--direction", "noise", "--sites", "v"): ac.patch_heads(model, pair, sites=("v",)),
+        (
+            *("patch", "--direction", "noise", "--sites", "z", "attn_out", "--heads", "L0H1", "L1H2"),
+            *("--positions", "groups"),
+        ): ac.patch_heads(model, pair, sites=("z", "attn_out"), heads=["L0H1", "L1H2"], positions="groups"),
         ("attribute", "--direction", "noise", "--method", "ig_inputs"): ac.attribute_heads(
             model, pair, method="ig_inputs"
         ),
@@ -308,13 +313,17 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
     }
     for (verb, *options), table in expected.items():
         out = tmp_path / verb
-        assert main([verb, *options, *common, "--out", str(out)]) == 0
+        assert main([verb, *options, *common, "--overwrite", "--out", str(out)]) == 0
         written = Table.load(out)
         np.testing.assert_array_equal(written.frame["value"], table.frame["value"])
         of_all = written.where(metric="prob", kind="all") if verb != "attribute" else written
+        several = "--positions" in options
+        of_all = of_all.where(site="z", positions="test input") if several else of_all
         row = of_all.top("prob", 1).frame.iloc[0]
         printed, page = capsys.readouterr().out, (out / "report.html").read_text(encoding="utf-8")
-        assert f"L{row['layer']}H{row['head']} {row['value']:.2f}" in printed
+        place = "  z at test input: " if several else "  "
+        assert f"\n{place}L{row['layer']}H{row['head']} {row['value']:.2f}" in printed
+        assert ("\n  attn_out at examples: L" in printed and "All heads, z at examples" in page) == several
         assert written.provenance.verb == verb
         assert any(line.startswith("prob without an edit: clean ") for line in table.remarks)
         text = html.unescape(re.sub("<[^>]+>", "", page))
@@ -334,6 +343,16 @@ def test_a_screen_marks_its_estimates(tmp_path, capsys, verb):
     assert f"L{best['layer']}H{best['head']} {best['value']:.2f}" in capsys.readouterr().out
     assert "these heads were screened out, and not run" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert main(["rerun", str(tmp_path)]) == 0
+    assert "same: all " in capsys.readouterr().out
+
+
+def test_a_run_on_a_file_is_repeated_from_any_folder(pairs_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    command = ["score", "--model", "toy-llama", "--prompts", str(pairs_file.relative_to(tmp_path)), "--out", "first"]
+    assert main(command) == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["rerun", "../first"]) == 0
     assert "same: all " in capsys.readouterr().out
 
 

@@ -1,5 +1,6 @@
 """Loading: from every place, the same model; and one clear line where that cannot be."""
 
+import copy
 import json
 import shutil
 import socket
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import align_circuits as ac
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
+from align_circuits.models import loading
 from align_circuits.models.loading import load
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance
 from align_circuits.prompts.prompts import vocabulary_hash
@@ -95,6 +97,20 @@ def test_model_in_memory_keeps_its_weights_and_finds_its_tokenizer(folders, rand
     assert model.tokenizer is None and model.original_model is hf and hf.lm_head.weight is weight
     read = type(hf).from_pretrained(folders["llama"])
     assert load(read).tokenizer is not None
+
+
+def test_a_model_in_memory_still_runs_and_its_owner_is_told_once_that_it_is_wrapped(random_hf_model, caplog):
+    loading._say_wrapped.cache_clear()
+    model, tokens = random_hf_model("llama"), torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(0))
+    logits, generated = model(tokens).logits, model.generate(tokens, max_new_tokens=3, do_sample=False)
+    load(copy.deepcopy(model))
+    load(model)
+    (told,) = caplog.messages
+    assert (
+        told.startswith("load wraps this LlamaForCausalLM in place: use what it returns") and "give load a copy" in told
+    )
+    torch.testing.assert_close(model(tokens).logits, logits)
+    assert torch.equal(model.generate(tokens, max_new_tokens=3, do_sample=False), generated)
 
 
 def test_tokenizer_given(folders, random_hf_model, byte_bpe_tokenizer):

@@ -1,6 +1,7 @@
 """Prompts of one's own texts beside their tokenization, and what cannot be tokenized so is refused."""
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import jaxtyping
@@ -79,7 +80,9 @@ def test_merges_across_the_end_of_a_text(byte_bpe_tokenizer):
     assert prompts.token_text[0][int(prompts.positions["it"][0])] == " cat"
     with pytest.raises(ValueError, match="text 0: the answer 'e' is no token of its own behind 'the cat sat on th'"):
         Prompts.from_texts(["the cat sat on th"], byte_bpe_tokenizer, answer=["e"])
-    with pytest.raises(ValueError, match="no token of its own behind 'dog and the cat sat ';"):
+    with pytest.raises(
+        ValueError, match=r"behind 'dog and the cat sat '; the space at the end of .* belongs to it: .* give ' on'"
+    ):
         Prompts.from_texts(["the dog and the cat sat "], byte_bpe_tokenizer, answer=["on"])
     with pytest.raises(ValueError, match="text 0: the answer '' is no token of its own"):
         Prompts.from_texts(["the cat"], byte_bpe_tokenizer, answer=[""])
@@ -220,7 +223,37 @@ def test_what_is_right_behind_the_clean_answer_is_known_while_both_agree(rows):
     assert IGNORE not in clean.answer_tokens.tolist()
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "positions", "message"),
+    [
+        ("the cat", "the", {}, r"the answer 'the' has no space before it and goes on with the word 'cat': give ' the'"),
+        ("the cat", " the", {}, None),
+        ("the cat:", "the", {}, None),
+        ("the cat ", " the", {}, "the text ends with a space and the answer begins with another: end the text without"),
+        ("the cat", " the", {"part": "ca"}, r"positions\['part'\]: 'ca' lies inside a word: give the whole word"),
+        ("the hat", " the", {"part": ("at", 0)}, r"positions\['part'\]: 'at' lies inside a word"),
+        ("the cat", " the", {"part": "cat", "index": 1}, None),
+    ],
+)
+def test_what_is_hardly_meant_is_named(byte_bpe_tokenizer, text, answer, positions, message):
+    texts, answers = [f"the dog and {text}", "the mat"], [answer, " on"]
+    named = {
+        name: [place, "the" if isinstance(place, str) else ("the", 0) if isinstance(place, tuple) else 0]
+        for name, place in positions.items()
+    }
+    with (
+        nullcontext()
+        if message is None
+        else pytest.warns(UserWarning, match=f"1 of 2 texts, such as text 0: {message}")
+    ):
+        Prompts.from_texts(texts, byte_bpe_tokenizer, answer=answers, positions=named)
+
+
 def test_pairs_that_are_refused(byte_bpe_tokenizer):
+    message = (
+        "1 of 2 pairs, such as pair 1, have a corrupted text equal to the clean one, where no patch changes anything"
+    )
+    refused(message, Prompts.from_pairs, ["ab", "cd"], ["ba", "cd"], TOKENIZER, answer=["c", "c"])
     with pytest.raises(TypeError, match="corrupted is the text 'ab', not a list"):
         Prompts.from_pairs(["ab"], "ab", TOKENIZER, answer=["c"])
     refused("corrupted: 2 for 1 clean texts", Prompts.from_pairs, ["ab"], ["ab", "ba"], TOKENIZER, answer=["c"])

@@ -105,8 +105,6 @@ def test_any_metric(llama, prompts):
         assert found == pytest.approx(float(values.mean()), abs=1e-5)
     edited = evaluate(llama, prompts, metrics=["kl"], edits=[Ablate([(0, 0)], how="zero")])
     assert value(edited, metric="kl", kind="all", offset=ALL_OFFSETS) > 1e-4
-    with pytest.raises(ValueError, match="metric='rank': choose one of 'accuracy', 'log_prob'"):
-        evaluate(llama, prompts, metrics=["rank"])  # pyright: ignore[reportArgumentType]
 
 
 def test_some_predictions_of_each_sort_are_there(llama, prompts):

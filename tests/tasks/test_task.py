@@ -1,6 +1,8 @@
 """Tasks of one's own: what the base class provides, and that localize needs nothing else."""
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -52,6 +54,56 @@ def test_a_task_of_ones_own_is_localized_by_its_roles():
     plain = ac.localize(ac.load("toy-llama"), Doubled(), n=16, n_controls=1)
     assert set(plain.heads_by_role) == {"induction", "previous", "duplicate"}
     assert "control" not in set(plain.table.frame["metric"])
+
+
+def test_the_recipe_of_the_documentation_is_a_task(tmp_path, char_tokenizer):
+    """Its gold by another reading of the texts, and what a model that follows it would be named for."""
+    page = (Path(__file__).parents[2] / "docs" / "write-your-own-task.md").read_text(encoding="utf-8")
+    recipe = page.split("```{code-cell} ipython3\n")[1].split("```")[0]
+    assert len([line for line in recipe.splitlines() if line.strip()]) <= 25
+    (tmp_path / "recipe.py").write_text(recipe)
+    spec = importlib.util.spec_from_file_location("recipe", tmp_path / "recipe.py")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    task = module.Follow()
+    clean, corrupted = task.pairs(task.sample(16, char_tokenizer, seed=3))
+    firsts = set()
+    for row, text in enumerate(clean.text):
+        *pairs, last, answer = text[-6:-4], text[-4:-2], text[-2], text[-1]
+        assert [second for first, second in pairs if first == last] == [answer]
+        (key,) = clean.relations["follower"].keys_of(row)
+        assert clean.token_text[row][key] == answer and key < len(clean.token_text[row]) - 1
+        others = corrupted.text[row][-6:-4], corrupted.text[row][-4:-2]
+        assert [second for first, second in others if first == last] != [answer], "another letter is right there"
+        firsts.add(pairs[0][0] == last)
+    assert firsts == {True, False}
+    found = ac.localize(ac.load("toy-llama"), task, n=8, n_controls=0)
+    assert set(found.heads_by_role) == {"follower"}
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "error", "message"),
+    [
+        ("sample", lambda *_, **__: [[1, 2]] * 16, TypeError, r"Wrong.sample returned a list: return Prompts, such as"),
+        (
+            "corrupt",
+            lambda _, prompts, **__: prompts.inputs,
+            TypeError,
+            r"Wrong.corrupt returned a Tensor: return Prompts",
+        ),
+        ("corrupt", lambda _, prompts, **__: prompts, ValueError, "Wrong.corrupt returned the prompts as they were"),
+        (
+            "roles",
+            {"mover": "moves"},
+            ValueError,
+            r"Wrong.roles has 'mover', but its prompts have no such relation, only 'i",
+        ),
+    ],
+)
+def test_a_task_that_returns_something_else_is_told_so(random_hf_model, method, returned, error, message):
+    wrong = type("Wrong", (Shifted,), {method: returned})
+    with pytest.raises(error, match=message):
+        ac.localize(ac.load(random_hf_model("llama")), wrong(), n=16)
 
 
 def test_pairs_come_from_the_corruption_or_from_other_prompts():
