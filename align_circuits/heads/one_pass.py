@@ -65,5 +65,5 @@ def score_and_evaluate(
     both = OnePass(model, prompts)
     engine = forward_alike(model, [both.rows], options=options)
     provenance = provenance_of("score_heads", model, prompts, engine, {"metrics": list(both.scores.metrics)})
-    evaluated = evaluation_table(both.targets, both.values, replace(provenance, verb="evaluate", settings={}))
-    return both.scores.table(provenance), evaluated
+    evaluated = replace(provenance, verb="evaluate", settings={"metrics": both.targets.names})
+    return both.scores.table(provenance), evaluation_table(both.targets, both.values, evaluated)
