@@ -27,7 +27,7 @@ import torch
 import align_circuits as ac
 from align_circuits.heads.candidates import chance_of, confounded_roles
 from align_circuits.heads.localization import Localization
-from align_circuits.heads.verdicts import named_heads
+from align_circuits.heads.naming import named_heads
 from align_circuits.jobs.files import replacing
 from align_circuits.models.planted.model import DECOYS, OTHER_DECOYS, PlantedModel
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig

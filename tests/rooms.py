@@ -18,18 +18,18 @@ ROOMS = {
     "align_circuits/jobs": (1770, 1000),
     "align_circuits/prompts": (1620, 1300),
     "align_circuits/tables": (1371, 1100),
-    "align_circuits/tasks": (2360, 2100),
+    "align_circuits/tasks": (2367, 2100),
     "align_circuits/models": (3251, 2400),
     "align_circuits/run": (1973, 1500),
-    "align_circuits/heads": (3556, 2600),
+    "align_circuits/heads": (3840, 2600),
     "align_circuits/circuits": (1255, 1100),
     "align_circuits/localizers": (528, 500),
-    "align_circuits/report": (1901, 1700),
+    "align_circuits/report": (2078, 1700),
     "align_circuits/training": (1666, 1400),
-    "align_circuits/cli": (2235, 1500),
+    "align_circuits/cli": (2255, 1500),
     "align_circuits/papers": (10693, 8500),
     "hooks": (3719, 2600),
-    "tests": (30715, 20000),
+    "tests": (30899, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

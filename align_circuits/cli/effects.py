@@ -12,8 +12,9 @@ from align_circuits.cli.sweep_verb import SweepVerb
 from align_circuits.cli.verb import head_value
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
-from align_circuits.report.page import Section
+from align_circuits.report.page import Section, legend_of
 from align_circuits.report.plots.position_figures import UNITS
+from align_circuits.report.plots.style import kinds_of
 from align_circuits.run.pairs import Direction
 from align_circuits.tables.tables import Table
 
@@ -63,7 +64,7 @@ def _sections(table: Table, parts: Mapping[str, Table], metric: str, prompts: Pr
         of_heads = "head" in set(of_all.frame["level"])
         maps = []
         if of_heads and "kind" in table.keys:
-            kinds = list(dict.fromkeys(table.frame["kind"]))
+            kinds = kinds_of(table.frame)
             same = {key: of_all.frame[key].iloc[0] for key in _PLACE if key in table.keys}
             maps = [plots.head_maps(_measured(table).where(metric=metric, **same), kinds, by="kind", unit=unit)]
         elif of_heads:
@@ -81,7 +82,7 @@ def _sections(table: Table, parts: Mapping[str, Table], metric: str, prompts: Pr
         screened = table.where(metric=metric, kind="all", estimated=True)
         drawn = [plots.head_maps(part, [metric], unit=unit) for _, part in _by_place(screened)]
         yield "Estimates", "To first order: these heads were screened out, and not run.", drawn
-    yield "A prompt", "", prompts.to_html(0)
+    yield "A prompt", legend_of(prompts), prompts.to_html(0)
     yield "All numbers", "", table
 
 

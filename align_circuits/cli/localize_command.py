@@ -8,8 +8,12 @@ from align_circuits.cli.sweep_verb import SweepVerb
 from align_circuits.cli.verb import head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.permutation_tests import smallest_p_values
-from align_circuits.report.localize_report import save_localization
+from align_circuits.hooks.heads import describe
+from align_circuits.report.localize_report import baselines_of, save_localization
 from align_circuits.tasks.own_prompts import as_task, first_half
+
+MAX_UNNAMED = 10
+"""Heads without a role that are printed at most."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,13 @@ class Localize(SweepVerb):
             scores = result.table.where(role=role, metric="score")
             rows = [scores.where(layer=layer, head=head).frame.iloc[0] for layer, head in heads]
             print(f"  {role:<12} " + ("   ".join(head_value(row, roles) for row in rows) or "none"))
+        print(f"\n  not named, and the tests that failed{'' if result.unnamed else ': no head stands out'}")
+        for unnamed in result.unnamed[:MAX_UNNAMED]:
+            large = "large effect, " if unnamed.large else ""
+            print(f"  {describe([unnamed.head]):<12} {large}{unnamed.size}; {unnamed.why}")
+        if (more := len(result.unnamed) - MAX_UNNAMED) > 0:
+            print(f"  and {more} more, which the report names")
+        print("\n" + "\n".join(f"{name}: {numbers}" for name, numbers in baselines_of(result).items()))
         print(f"\n{result.summary}")
         provenance = replace(result.table.provenance, settings=self.settings)
         result = replace(result, table=replace(result.table, provenance=provenance))

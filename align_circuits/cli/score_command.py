@@ -7,6 +7,8 @@ from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
 from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.report import plots
+from align_circuits.report.page import legend_of
+from align_circuits.tasks.own_prompts import as_task
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class Score(PromptVerb):
         model, prompts, _ = self.prepare()
         table, accuracy = score_and_evaluate(model, prompts, options=self.options)
         known: Any = table.frame[table.frame["value"].notna()]
-        metrics = [metric for metric in METRICS if metric in set(known["metric"])]
+        own = [name for name in prompts.relations if name not in METRICS]  # of a file: what the reader asks about
+        metrics = [metric for metric in (*own, *METRICS) if metric in set(known["metric"])]
         best = {metric: table.top(metric, 3).frame for metric in metrics}
         roles = getattr(model, "roles", None)
         print(
@@ -28,17 +31,21 @@ class Score(PromptVerb):
         print(f"\n  {'metric':<12} best heads (95% interval over prompts{'; planted role' if roles else ''})")
         for metric, rows in best.items():
             print(f"  {metric:<12} " + "   ".join(head_value(row, roles) for _, row in rows.iterrows()))
-        leaders = ", ".join(f"{name} {head_value(best[name].iloc[0])}" for name in METRICS[:3] if name in best)
+        leaders = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in [*best.items()][:3])
+        task = self.task if self.prompts is None else as_task(prompts)
+        right = f"{task.target_name} is correct in {first_token(accuracy)} of cases."
+        references = "With reference accuracies that need no alignment."
         self.finish(
             results,
             table,
             title=f"Attention heads of {self.model}",
-            summary=f"Highest scores: {leaders}. The first token of a phrase is correct in {first_token(accuracy)} of "
-            "cases. Scores describe where heads attend, not what the model uses: no head was ablated.",
+            summary=f"Highest scores: {leaders or 'none, since no relation has a row'}. {right} Scores describe where "
+            "heads attend, not what the model uses: no head was ablated.",
+            roles=task.roles,
             sections=[
-                ("Accuracy", "With reference accuracies that need no alignment.", plots.accuracy(accuracy)),
+                ("Accuracy", references if self.prompts is None else "", plots.accuracy(accuracy)),
                 ("The best heads", "By each metric, with 95% intervals over prompts.", plots.top_heads(table, metrics)),
                 ("All heads", "Hover for a number and its interval.", plots.head_maps(table, metrics)),
-                ("A prompt", "A phrase, its symbol and its earlier translations share a number.", prompts.to_html(0)),
+                ("A prompt", legend_of(prompts), prompts.to_html(0)),
             ],
         )

@@ -277,5 +277,6 @@ def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:
 
 
 def first_token(table: Table, predictor: str = "model") -> str:
-    """Returns a predictor's accuracy on the first tokens of phrases, with its interval."""
-    return interval(table.where(metric="accuracy", kind="first", predictor=predictor).frame.iloc[0])
+    """Returns a predictor's accuracy on the first tokens of phrases, where there are such, with its interval."""
+    kind = "first" if "first" in set(table.frame["kind"]) else "all"
+    return interval(table.where(metric="accuracy", kind=kind, predictor=predictor).frame.iloc[0])

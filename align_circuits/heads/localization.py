@@ -1,7 +1,7 @@
 """What `localize` returns."""
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +10,22 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
+from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.heads.evidence import Evidence
+from align_circuits.heads.heads_without_role import UnnamedHead
 from align_circuits.heads.redundant_heads import RedundantHead
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.tables.tables import Table
+from align_circuits.tasks.task import Task
 
 LARGE_SHARE = 1 / 3
 """From this share of the model's heads on, `localize` says that the named heads are many."""
+
+SHOWN = 5
+"""Of heads without a role the summary names so many at most."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class TaskFacts:
     """What the first target of a phrase is called, as in `Task`."""
     notes: tuple[str, ...] = ()
     """What cannot be established on this task."""
+    control: str = Task.control_lesson
+    """The end of a sentence on heads that fail the control, as in `Task`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +84,10 @@ class Localization:
     of their attention on the aligned symbol. They are not in `heads_by_role`, and are not ablated with the others."""
     redundant: Mapping[str, tuple[RedundantHead, ...]] = field(default_factory=dict)
     """If asked for, all heads of each role, also redundant ones, which single ablations miss (`redundant_heads`)."""
+    unnamed: tuple[UnnamedHead, ...] = ()
+    """The heads that stand out by their effect or their score and were not named, with the tests that they failed,
+    those of large effect first. For a role without named heads, also the head of highest score.
+    `pd.DataFrame(found.unnamed)` is a table of them."""
 
     def __repr__(self) -> str:
         name = self.prompts.task.get("name", "tokens")
@@ -123,28 +135,87 @@ class Localization:
     @property
     def summary(self) -> str:
         """The result in a few sentences."""
-        if not self._named:
-            return " ".join(filter(None, ("No head passes every test.", self.caveats)))
+        together = [verdict.sentence for verdict in self.verdicts if verdict.role is None]
+        sentences = (self.answer, *together, *role_sentences(self.verdicts), self.caveats)
+        return " ".join(filter(None, sentences))
+
+    @property
+    def answer(self) -> str:
+        """The named heads, or why there are none, and how often the model is right."""
         ablations = self.evidence.set_ablations
         kind = "first" if "first" in set(ablations.frame["kind"]) else "all"
         intact: Any = ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
         accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
-        together = [verdict.sentence for verdict in self.verdicts if verdict.role is None]
-        answer = f"{self._named}. {self.task.target_name} is correct in {accuracy} of cases."
-        return " ".join(filter(None, (answer, *together, *role_sentences(self.verdicts), self.caveats)))
+        nearest = []
+        for role in self.heads_by_role:
+            of_role = [unnamed for unnamed in self.unnamed if unnamed.role == role]
+            best = sorted(of_role, key=lambda unnamed: (-unnamed.high, len(unnamed.failed), -unnamed.score))[:1]
+            nearest += [f"{describe([unnamed.head])} ({unnamed.why})" for unnamed in best]
+        no_head = "No head passes every test" + (f". Nearest: {', '.join(nearest)}" if nearest else "")
+        return f"{self._named or no_head}. {self.task.target_name} is correct in {accuracy} of cases."
+
+    @property
+    def warnings(self) -> list[str]:
+        """What leaves the effects of heads without a meaning: `Table.warnings`."""
+        effects = self.evidence.patching_effects
+        return effects.where(kind="all").warnings if "kind" in effects.keys else []
 
     @property
     def caveats(self) -> str:
-        """What to bear in mind: redundant heads, heads that are many or almost pass, what the task cannot tell."""
+        """What to bear in mind, the gravest first."""
+        return " ".join(self.caveat_sentences)
+
+    @property
+    def caveat_sentences(self) -> list[str]:
+        """What to bear in mind, a sentence for each, the gravest first.
+
+        Effects that mean nothing, heads that fail the control, heads that are many, large effects without a role, heads
+        that almost pass, redundant heads, what the task cannot tell.
+        """
         diffuse = [
             f"Aligned but diffuse ({role}): {describe(heads)} pass every other test with less than "
             f"{self.thresholds.attention:g} of their attention on the aligned symbol."
             for role, heads in self.diffuse_aligners.items()
             if heads
         ]
-        return " ".join(
-            [*redundant_sentences(self.redundant), *share_sentences(self.verdicts), *diffuse, *self.task.notes]
+        return [
+            *(f"{warning[0].upper()}{warning[1:]}." for warning in self.warnings),
+            *control_sentences(self),
+            *share_sentences(self.verdicts),
+            *unnamed_sentences(self.unnamed, self.named_heads),
+            *diffuse,
+            *redundant_sentences(self.redundant),
+            *self.task.notes,
+        ]
+
+
+def control_sentences(found: Localization) -> Iterator[str]:
+    """Yields which named heads lose their score on the control."""
+    table = found.table.frame
+    scores: Any = table[table["metric"] == "control"].set_index(["layer", "head", "role"])["value"]
+    low = set(scores.index[scores < found.thresholds.score])
+    # Lookups fail where aligners do, whatever they follow themselves.
+    roles = [role for role in found.heads_by_role if role in ALIGNERS] or [*found.heads_by_role]
+    lost = {role: [head for head in found.heads_by_role[role] if (*head, role) in low] for role in roles}
+    if failed := [f"{role} ({describe(heads)})" for role, heads in lost.items() if heads]:
+        every = all(lost[role] == list(found.heads_by_role[role]) for role in lost if lost[role])
+        yield (
+            f"{'All heads' if every else 'Heads'} named for {' and '.join(failed)} score below "
+            f"{found.thresholds.score:g} {found.task.control}."
         )
+
+
+def unnamed_sentences(unnamed: Sequence[UnnamedHead], named: Collection[Head]) -> Iterator[str]:
+    """Yields the heads of large effect without a role, and those of high score."""
+    large = [f"{describe([each.head])} ({each.size}; {each.role}: {each.failed[0]})" for each in unnamed if each.large]
+    if large:
+        more = f", and {len(large) - SHOWN} more" if len(large) > SHOWN else ""
+        yield f"Large effect, no role: {', '.join(large[:SHOWN])}{more}."
+    others = [each for each in unnamed if each.high and not each.large and each.head not in named]
+    high = [f"{describe([each.head])} for {each.role}" for each in others]
+    if high and named:
+        more = f" and {len(high) - SHOWN} more" if len(high) > SHOWN else ""
+        yield f"High score, not named: {', '.join(high[:SHOWN])}{more}."
 
 
 def redundant_sentences(redundant: Mapping[str, Sequence[RedundantHead]]) -> Iterator[str]:
@@ -161,10 +232,11 @@ def redundant_sentences(redundant: Mapping[str, Sequence[RedundantHead]]) -> Ite
 def share_sentences(verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yields that the named heads are a large share of the model, if they are."""
     named = next((verdict for verdict in verdicts if verdict.role is None and not verdict.smallest), None)
+    asked = any(verdict.smallest for verdict in verdicts)
     if named is not None and len(named.heads) >= LARGE_SHARE * named.total:
         yield (
             f"The named heads are {len(named.heads) / named.total:.0%} of the model's: so many heads are needed almost "
-            "whichever they are, so look at the heads of each role and at the smallest sets."
+            f"whichever they are, so look at the heads of each role{' and at the smallest sets' if asked else ''}."
         )
 
 

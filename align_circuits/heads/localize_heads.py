@@ -19,14 +19,15 @@ from align_circuits.heads.candidates import (
     mattering,
 )
 from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, smallest_sets
+from align_circuits.heads.heads_without_role import effects_of_others, unnamed_heads
 from align_circuits.heads.interchange_interventions import answers_differ, interchange_accuracy
 from align_circuits.heads.localization import Example, Localization, TaskFacts
+from align_circuits.heads.naming import NamingTests, diffuse_aligners, named_heads
 from align_circuits.heads.one_pass import score_and_test
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.redundant_heads import RedundantHeadSearch
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.heads.verdicts import diffuse_aligners, named_heads
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
@@ -162,11 +163,17 @@ def localize(
         heads_by_role = named_heads(table, candidates, roles, thresholds, confounded, chance)
         aligners = diffuse_aligners(table, [*candidates, *diffuse], heads_by_role, thresholds, confounded, chance)
         named = sorted({head for of_role in heads_by_role.values() for head in of_role})
+        # All heads by their effect, also those that attend as no role requires.
+        patching_effects = effects_of_others(model, pair, patching_effects, options)
         members = {}
         if redundant:
             search = RedundantHeadSearch(model, {discovery: discovered, tested: scores}, p, thresholds, seed, options)
             # Where a fixed distance does as well as the alignment, only the control tells them apart, which is not run.
             members = {role: search.heads(role, heads_by_role[role]) for role in roles if role not in confounded}
+        of_roles = {
+            role: (*of_role, *(m.head for m in members.get(role, ()))) for role, of_role in heads_by_role.items()
+        }
+        unnamed = unnamed_heads(NamingTests(table, roles, thresholds, confounded, chance), of_roles, patching_effects)
         of_redundant = {f"{role}, redundant": [member.head for member in found] for role, found in members.items()}
 
         # Evidence for sets of heads, and the verdicts.
@@ -199,11 +206,13 @@ def localize(
                 {role: task.roles[role] for role in roles},
                 task.target_name,
                 limits(task, tested, roles, thresholds.fdr),
+                task.control_lesson,
             ),
             Example(attention_from(model, first, named, positions, options), positions.tolist()),
             tuple(verdicts),
             aligners,
             members,
+            unnamed,
         )
 
 

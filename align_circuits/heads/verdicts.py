@@ -1,14 +1,13 @@
-"""The third stage of `localize`, on tables alone: which heads have a role, which sets are necessary, which suffice."""
+"""The last stage of `localize`, on tables alone: which sets of heads are necessary, which suffice."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
-from align_circuits.heads.candidates import ALIGNERS, Candidate
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.tables.tables import Table
@@ -157,50 +156,3 @@ def verdict_of(
         thresholds.alpha,
         **about,
     )
-
-
-def named_heads(
-    table: Table,
-    candidates: Sequence[Candidate],
-    roles: Sequence[str],
-    needed: Thresholds,
-    confounded: Sequence[str] = (),
-    chance: Mapping[str, float] | None = None,
-) -> dict[str, tuple[Head, ...]]:
-    """Returns the candidates that pass every test (`evidence_table`), by role, best score first.
-
-    A head's best role is one of `roles`. In `confounded` roles, where a fixed distance would do as well, it must keep
-    its score on the control.
-    """
-    evidence: Any = table.frame.set_index(["layer", "head", "role", "metric"]).sort_index()
-    attention: Any = table.frame[(table.frame["metric"] == "attention") & table.frame["role"].isin(roles)]
-    best = attention.groupby(["layer", "head"])["value"].max()
-    named: dict[str, list[tuple[float, Head]]] = {role: [] for role in roles}
-    for head, role in candidates:
-        if role not in roles:
-            continue
-        rows = evidence.loc[(*head, role)]
-        value, causes = rows["value"], rows.loc[["ablation", "denoising"]]
-        if (
-            needed.attends(value["score"], value["attention"], best.loc[head], (chance or {}).get(role, 0.0))
-            and value["q"] <= needed.fdr
-            and ((causes["value"] >= needed.effect) & (causes["low"] > 0)).any()
-            # A task without a control, such as people's own prompts, has no score on it: then nothing is named.
-            and (role not in confounded or value.get("control", np.nan) >= needed.score)
-        ):
-            named[role].append((value["score"], head))
-    return {role: tuple(head for _, head in sorted(scored, reverse=True)) for role, scored in named.items()}
-
-
-def diffuse_aligners(
-    table: Table,
-    candidates: Sequence[Candidate],
-    heads_by_role: Mapping[str, Sequence[Head]],
-    needed: Thresholds,
-    confounded: Sequence[str] = (),
-    chance: Mapping[str, float] | None = None,
-) -> dict[str, tuple[Head, ...]]:
-    """Returns aligners that lack nothing but attention to keys; other roles, with their many keys, are not compared."""
-    roles = [role for role in heads_by_role if role in ALIGNERS]
-    found = named_heads(table, candidates, roles, replace(needed, attention=0.0), confounded, chance)
-    return {role: tuple(head for head in found[role] if head not in heads_by_role[role]) for role in roles}

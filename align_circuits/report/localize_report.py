@@ -13,19 +13,32 @@ import pandas as pd
 import plotly.graph_objects as go
 from markupsafe import Markup
 
+from align_circuits.heads.candidates import ALIGNERS
+from align_circuits.heads.heads_without_role import LARGE_EFFECT
+from align_circuits.heads.interchange_interventions import HEAD, NOTHING
 from align_circuits.heads.localization import Localization
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.heads import describe
 from align_circuits.jobs.folders import replacing_in
-from align_circuits.prompts.prompts import KINDS
 from align_circuits.prompts.token_html import Html, rendered
 from align_circuits.report import plots
 from align_circuits.report.attention_view import AttentionView
-from align_circuits.report.page import Content, Section, write_report
-from align_circuits.tables.tables import FILES, PER_PROMPT
+from align_circuits.report.page import Content, Section, legend_of, write_report
+from align_circuits.report.plots.style import kinds_of
+from align_circuits.tables.baselines import CHANCE, CLEAN, CORRUPTED
+from align_circuits.tables.tables import FILES, PER_PROMPT, Table
 
 MAX_HEADS = 12
 """Heads in the attention widget at most; the best of each role come first."""
+
+MAX_SINGLE = 5
+"""Single heads in the table of interchange interventions at most, the best ones."""
+
+MAX_UNNAMED = 15
+"""Heads without a role that are in sight, those of largest effect first; the others are folded."""
+
+MISSING = "–"
+"""What stands in a cell without a value."""
 
 EVIDENCE = {
     "score": "score",
@@ -61,47 +74,86 @@ def save_localization(
         ValueError: The folder cannot be written, or holds other folders where the tables go.
     """
     others = ("patching_effects", "ablation_effects", "set_ablations", "interchanges")
-    answer = answer_of(localization)
+    caveats = localization.caveat_sentences
+    summary = " ".join([answer_of(localization) or localization.answer, *caveats[:1]])
     with replacing_in(folder, going=(*FILES, PER_PROMPT, *others)) as new:
         for name in others:
             if getattr(localization.evidence, name) is not None:
                 getattr(localization.evidence, name).save(new / name)
         write_report(
             new / "report.html",
-            title="Alignment and lookup heads, and their causal role",
-            summary=f"{answer}\n\n{localization.caveats}" if answer else localization.summary,
+            title=title_of(localization),
+            summary="\n\n".join(filter(None, (summary, " ".join(caveats[1:])))),
             sections=list(_sections(localization)),
             provenance=localization.table.provenance,
-            facts=facts,
+            facts={**baselines_of(localization), **(facts or {})},
+            roles=localization.task.roles,
         )
         localization.table.save(new)
     return Path(folder) / "report.html"
 
 
+def title_of(localization: Localization) -> str:
+    """Returns the heading of the report: the model, and the roles that heads were looked for in."""
+    *others, last = localization.task.roles
+    roles = f"{', '.join(others)} and {last}" if others else last
+    return f"Heads of {localization.table.provenance.model.get('name', 'the model')} for {roles}"
+
+
+def baselines_of(localization: Localization) -> dict[str, str]:
+    """Returns what the report says on top of the model on clean and on corrupted prompts."""
+    baselines = localization.evidence.patching_effects.baselines
+    if baselines is None:
+        return {}
+    names = {"accuracy": "accuracy", "log_prob": "log-probability (nats)"}
+    lines = {}
+    for metric, name in names.items():
+        rows: Any = baselines.where(kind="all", metric=metric).frame.set_index("run")
+        runs = [run for run in (CLEAN, CORRUPTED) if run in rows.index]
+        numbers = [f"{run} {_formatted(rows.loc[run, ['value', 'low', 'high']].tolist(), metric)}" for run in runs]
+        lines[name] = ", ".join([*numbers, f"a guess {rows.loc[CHANCE, 'value']:.2f}"])
+    return lines
+
+
 def _sections(localization: Localization) -> Iterator[Section]:
     drawn, attention = figures(localization), attention_of(localization)
     rows, heads = sum(map(len, localization.heads_by_role.values())), len(localization.named_heads)
+    found = f"{heads} heads with {rows} roles" if heads else "No head is named"
     table = re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
     whole = Markup("<details><summary>The whole result in words</summary><p>{}</p></details>")
     content = f"{table}{whole.format(localization.summary)}"
-    yield _section("The heads", content, heads=heads, rows=rows, limits=localization.thresholds)
+    controlled = "control" in set(localization.table.frame["metric"])
+    control = _TEXTS["parts"]["control"] if controlled else ""
+    yield _section("The heads", content, found=found, limits=localization.thresholds, control=control)
+    if localization.unnamed:
+        yield _section("Heads that were not named", unnamed_table(localization), share=LARGE_EFFECT)
     if localization.redundant:
         yield _section("Heads that stand in for each other", redundant_table(localization))
-    yield _section("Accuracy without them", drawn["ablation"])
+    roles = " Grey: the heads of one role." if heads else ""
+    yield _section("Accuracy without them" if heads else "Accuracy", drawn["ablation"], roles=roles)
     if localization.verdicts:
         verdicts = verdicts_table(localization.verdicts)
-        yield _section("Are they necessary, and do they suffice?", verdicts, limits=localization.thresholds)
+        asked = any(verdict.smallest for verdict in localization.verdicts)
+        smallest = _TEXTS["parts"]["smallest"] if asked else ""
+        yield _section(
+            "Are they necessary, and do they suffice?", verdicts, limits=localization.thresholds, smallest=smallest
+        )
     yield _section("Scores of all heads", drawn["scores"])
     effects = [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
-    yield _section("Effects of single heads", effects or "<p>No head was a candidate.</p>")
+    yield _section("Effects of single heads", effects, estimates=_estimates(localization))
     if localization.evidence.interchanges is not None:
-        yield _section("Interchange interventions", localization.evidence.interchanges)
+        table = interchange_table(localization.evidence.interchanges, localization.thresholds.alpha)
+        yield _section("Interchange interventions", table)
     if attention is not None:
         yield _section("Attention on the test example", attention)
-        drawings = list(_drawings(localization, attention))
-        yield _section("The prompt, with the gold alignment and the heads' attention", drawings)
-    thresholds = [(_TEXTS["thresholds"][name], f"{value:g}") for name, value in asdict(localization.thresholds).items()]
-    yield _section("Methods", rendered("report/templates/methods.html", thresholds=thresholds))
+    prompt = localization.prompts[0]
+    drawings = list(_drawings(localization, attention)) if attention is not None else []
+    then = _TEXTS["parts"]["drawings"] if drawings else ""
+    yield _section("A prompt", [Html(prompt.to_html()), *drawings], legend=legend_of(prompt), drawings=then)
+    aligners, texts = bool({*ALIGNERS} & {*localization.task.roles}), _TEXTS["thresholds"]
+    texts = {**texts, "score": texts["score_aligners"]} if aligners else texts
+    thresholds = [(texts[name], f"{value:g}") for name, value in asdict(localization.thresholds).items()]
+    yield _section("Methods", rendered("report/templates/methods.html", thresholds=thresholds, aligners=aligners))
 
 
 def _section(heading: str, content: Content | Sequence[Content], **values: Any) -> Section:
@@ -131,26 +183,93 @@ def figures(localization: Localization) -> dict[str, go.Figure]:
     scores = localization.table.where(metric="score")
     layers, heads = (int(max(scores.frame[key])) + 1 for key in ("layer", "head"))
     effects = {
-        "patching": (localization.evidence.patching_effects, "Patched"),
-        "ablation effects": (localization.evidence.ablation_effects, "Ablated"),
+        "patching": (localization.evidence.patching_effects, "Gain when patched, nats"),
+        "ablation effects": (localization.evidence.ablation_effects, "Change when ablated, nats"),
     }
-    maps = {
-        name: plots.head_maps(
-            table.where(metric="log_prob"),
-            [kind for kind in ("all", *KINDS) if kind in set(table.frame["kind"])],
-            f"{title}, by kind of target",
+    large = [unnamed.head for unnamed in localization.unnamed if unnamed.large]
+    maps = {}
+    for name, (table, title) in effects.items():
+        if not len(table):
+            continue
+        kinds = kinds_of(table.frame)
+        frame: Any = table.frame.drop(columns=["estimated"], errors="ignore")  # no estimate is among the largest
+        maps[name] = plots.head_maps(
+            Table(frame, table.provenance).where(metric="log_prob"),
+            kinds,
+            title if kinds == ["all"] else f"{title}, by kind of target",
+            captions=kinds != ["all"],
             by="kind",
             unit="nats",
+            marked=dict.fromkeys(kinds, localization.named_heads),
+            noted=dict.fromkeys(kinds, large),
             shape=(layers, heads),
         )
-        for name, (table, title) in effects.items()
-        if len(table)
-    }
+    roles = list(localization.task.roles)
+    marked = {"marked": localization.heads_by_role, "noted": dict.fromkeys(roles, large)}
     return {
         "ablation": plots.ablation(localization.evidence.set_ablations),
-        "scores": plots.head_maps(scores, list(localization.task.roles), by="role", marked=localization.heads_by_role),
+        "scores": plots.head_maps(scores, roles, by="role", **marked),
         **maps,
     }
+
+
+def unnamed_table(localization: Localization) -> Html:
+    """Returns the heads that stand out and were not named, with the tests that they failed, as an HTML table."""
+    roles = {head: role for role, heads in localization.heads_by_role.items() for head in heads}
+    rows = [
+        {
+            "head": describe([unnamed.head]) + (f" (named for {roles[unnamed.head]})" if unnamed.head in roles else ""),
+            "stands out by": " and ".join(
+                name for name, holds in (("effect", unnamed.large), ("score", unnamed.high)) if holds
+            )
+            or "best of its role",
+            "not named": unnamed.why,
+            "score": f"{unnamed.score:.2f}",
+            "gain by patching (nats)": _formatted((unnamed.effect, *unnamed.interval), "denoising")
+            + (" (estimated)" if unnamed.estimated else ""),
+            "share of clean - corrupted": _formatted((unnamed.share, np.nan, np.nan), "share"),
+        }
+        for unnamed in localization.unnamed
+    ]
+    shown, more = _table(rows[:MAX_UNNAMED], "wrapped"), rows[MAX_UNNAMED:]
+    if not more:
+        return shown
+    return Html(f"{shown}<details><summary>{len(more)} more</summary>{_table(more, 'wrapped')}</details>")
+
+
+def interchange_table(interchanges: Table, alpha: float) -> Html:
+    """Returns the sets of heads and the single heads that carry most of the answer, each with a verdict."""
+    frame: Any = interchanges.frame.astype({"layer": object, "head": object})
+    measured = [frame[frame["metric"] == name].to_dict("records") for name in ("interchange", "corrupted_correct")]
+    runs: list[tuple[dict[str, Any], dict[str, Any]]] = list(zip(*measured, strict=True))
+    unpatched = next(taken["value"] for taken, _ in runs if taken["patched"] == NOTHING)
+    random = np.array([taken["value"] for taken, _ in runs if re.fullmatch(r"random \d+", taken["patched"])])
+    single = sorted((run for run in runs if run[0]["patched"] == HEAD), key=lambda run: -run[0]["value"])[:MAX_SINGLE]
+    sets = [run for run in runs if not re.fullmatch(rf"{NOTHING}|{HEAD}|random \d+", run[0]["patched"])]
+    rows = []
+    for taken, kept in [*sets, *single]:
+        name, value = taken["patched"], taken["value"]
+        holds, beside = taken["low"] > unpatched, f"unpatched {unpatched:.2f}"
+        if name == "named" and len(random):
+            p = float(1 + (random >= value).sum()) / (1 + len(random))
+            holds, beside = holds and p <= alpha, f"{len(random)} random sets {random.max():.2f} at most, p = {p:.2g}"
+        heads = describe([(taken["layer"], taken["head"])]) if name == HEAD else name
+        rows.append(
+            {
+                "patched": "all named heads" if name == "named" else heads,
+                "carries the answer": "yes" if holds else "not shown",
+                "clean answer given": _formatted((value, taken["low"], taken["high"]), "interchange"),
+                "beside": beside,
+                "corrupted answer kept": f"{kept['value']:.2f}",
+            }
+        )
+    return _table(rows, "wrapped")
+
+
+def _estimates(localization: Localization) -> str:
+    frame = localization.evidence.patching_effects.frame
+    some = "estimated" in frame and bool(frame["estimated"].any())
+    return _TEXTS["parts"]["estimates"] if some else ""
 
 
 def redundant_table(localization: Localization) -> Html:
@@ -166,7 +285,7 @@ def redundant_table(localization: Localization) -> Html:
         for role, members in localization.redundant.items()
         for member in members
     ]
-    return Html(pd.DataFrame(rows).to_html(index=False, border=0) if rows else "<p>No role has a head.</p>")
+    return _table(rows) if rows else Html("<p>No role has a head.</p>")
 
 
 def attention_of(localization: Localization) -> AttentionView | None:
@@ -193,13 +312,13 @@ def named_heads(localization: Localization) -> Html:
         for head in heads
     ]
     if not rows:
-        return Html("<p>No head reached all thresholds.</p>")
+        return Html("<p>No head passes every test.</p>")
     meaning = "; ".join(
         Markup("<b>{}</b> {}").format(role, localization.task.roles[role])
         for role, heads in localization.heads_by_role.items()
         if heads
     )
-    return Html(f'<div class="wide">{pd.DataFrame(rows).to_html(index=False, border=0)}</div><p>{meaning}.</p>')
+    return Html(f"{_table(rows)}<p>{meaning}.</p>")
 
 
 def _named_by(
@@ -216,32 +335,37 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Html:
     """Returns the verdicts as an HTML table, those that do not hold as well."""
     rows = [
         {
-            "set": f"{'smallest found' if verdict.smallest else verdict.role or 'named'}: {describe(verdict.heads)}",
-            "heads": f"{len(verdict.heads)} of {verdict.total}",
-            "claim": verdict.claim,
+            "set": "smallest found" if verdict.smallest else verdict.role or "all named",
+            "verdict": verdict.claim if verdict.holds else f"not shown to be {verdict.claim}",
             "accuracy": f"{verdict.value:.2f} [{verdict.low:.2f}, {verdict.high:.2f}]",
             "intact": f"{verdict.intact:.2f}",
             "controls": "; ".join(verdict.beside) or verdict.why_no_controls,
-            "holds": "yes" if verdict.holds else "not shown",
+            "heads": f"{len(verdict.heads)} of {verdict.total}: {describe(verdict.heads)}",
         }
         for verdict in verdicts
     ]
-    return Html(f'<div class="wide wrapped">{pd.DataFrame(rows).to_html(index=False, border=0, na_rep="–")}</div>')
+    return _table(rows, "wrapped")
+
+
+def _table(rows: Sequence[Mapping[str, str]], kind: str = "") -> Html:
+    """Rows as an HTML table, without the columns that have no value in any."""
+    frame = pd.DataFrame(rows)
+    frame = frame.loc[:, ~frame.isin([MISSING, ""]).all()]
+    return Html(f'<div class="{f"wide {kind}".strip()}">{frame.to_html(index=False, border=0)}</div>')
 
 
 def _formatted(numbers: Sequence[float], metric: str) -> str:
     """A number with its interval, if it has one."""
     value, low, high = numbers
     if np.isnan(value):
-        return "–"
+        return MISSING
     if metric == "q":
         return f"{value:.1g}"
     return f"{value:.2f}" + ("" if np.isnan([low, high]).any() else f" [{low:.2f}, {high:.2f}]")
 
 
 def _drawings(localization: Localization, attention: AttentionView) -> Iterator[Html]:
-    """The first prompt with its gold alignment, then shaded by the best head of each role."""
-    yield Html(localization.prompts[0].to_html())
+    """The first prompt, shaded by the best head of each role."""
     for role, heads in localization.heads_by_role.items():
         relation = attention.prompt.relations.get(role)
         queries = set() if relation is None else set(relation.query.tolist())

@@ -13,10 +13,12 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from align_circuits.jobs.files import replacing
+from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import Html, rendered
 from align_circuits.report.attention_view import AttentionView, circuitsvis_script
 from align_circuits.report.definitions import Definitions
 from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tasks.task import TOKEN_ROLES
 
 Content = go.Figure | Table | AttentionView | str
 """The content of a section; a string is HTML."""
@@ -42,6 +44,7 @@ def write_report(
     sections: Sequence[Section],
     provenance: Provenance,
     facts: Mapping[str, str] | None = None,
+    roles: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a report as an HTML page that opens anywhere, also offline.
 
@@ -52,6 +55,7 @@ def write_report(
         sections: The sections, each with one content or several. Of a table at most `MAX_ROWS` rows are shown.
         provenance: Model, task and seed stand at the top; all of it is folded at the end.
         facts: What else stands at the top, by name, such as `{"prompts": "64"}`.
+        roles: The relations that the report speaks of, with what a head does that follows one: they are defined so.
 
     Returns:
         The path.
@@ -73,7 +77,7 @@ def write_report(
             packed(script()) for kind, script in libraries.items() if any(issubclass(each, kind) for each in kinds)
         ],
         sections=blocks,
-        words=Definitions(),
+        words=Definitions(roles, _is_translation(provenance)),
         provenance=provenance.to_json(),
     ).encode()
     if len(page) > MAX_BYTES:
@@ -102,6 +106,20 @@ def _known(provenance: Provenance) -> dict[str, str]:
     }
 
 
+def _is_translation(provenance: Provenance) -> bool:
+    """Whether the prompts are of a task of translation, or of an unknown one."""
+    task = provenance.data.get("task")
+    return not isinstance(task, Mapping) or task.get("name") in ("seq2seq", "lexicon")
+
+
+def legend_of(prompts: Prompts) -> str:
+    """Returns what the numbers and frames mean in a drawing of a prompt (`Prompts.to_html`)."""
+    if {"lookup", "align_query"} & prompts.relations.keys():
+        return "A phrase (framed), its symbol (framed) and its earlier translations share one number."
+    own = [name for name in prompts.relations if name not in TOKEN_ROLES]
+    return f"The relation {own[-1]}: a query (framed) and its keys share one number." if own else ""
+
+
 @cache
 def packed(script: str) -> Html:
     """Returns a script compressed, for the page to unpack and run."""
@@ -120,7 +138,8 @@ def _block(heading: str, note: str, content: Content | Sequence[Content]) -> dic
 def _drawn(content: Content, name: str, heading: str, note: str) -> Html:
     """A content as HTML; a figure's own ids are made of `name`, so that the same results give the same page."""
     if isinstance(content, Table):
-        rows = content.frame.head(MAX_ROWS).to_html(index=False, float_format="{:.3f}".format, na_rep="–", border=0)
+        frame: Any = content.frame.dropna(axis=1, how="all")
+        rows = frame.head(MAX_ROWS).to_html(index=False, float_format="{:.3f}".format, na_rep="–", border=0)
         lines = re.sub(r"\n *", "\n", rows)
         content = f'<div class="wide">{lines}</div>' + (
             f"<p>{MAX_ROWS:,} of {len(content):,} rows: table.csv has all.</p>" if len(content) > MAX_ROWS else ""

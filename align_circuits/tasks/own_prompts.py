@@ -36,7 +36,9 @@ class OwnPrompts(Task):
         if corrupted is not None and len(corrupted) != len(prompts):
             raise ValueError(f"{len(corrupted)} corrupted prompts for {len(prompts)}: give a partner for each")
         self.prompts, self.corrupted = prompts, corrupted
+        first = bool((prompts.targets["kind"] == "first").any())
         self.roles = _roles(prompts, roles)  # pyright: ignore[reportAttributeAccessIssue] - of this object, not its class
+        self.target_name = "The first token of the answer" if first else "A token"  # pyright: ignore[reportAttributeAccessIssue]
 
     def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:  # noqa: ARG002 - of the base class
         """Returns `n` of the prompts in random order, each as likely, related ones (`Prompts.group`) side by side.

@@ -43,6 +43,9 @@ class TranslationTask(Task):
         **TOKEN_ROLES,
     }
     references: ClassVar = REFERENCES
+    control_lesson: ClassVar = (
+        "on prompts with another alignment: they follow a fixed alignment and do not read it from the prompt"
+    )
 
     x_len: int
     phrase_len: int = 1

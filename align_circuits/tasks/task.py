@@ -37,6 +37,8 @@ class Task(ABC):
     """The reference accuracies that targets carry, of `prompts.REFERENCES`."""
     target_name: ClassVar[str] = "A token"
     """What the first target of a phrase is called in a report, at the start of a sentence."""
+    control_lesson: ClassVar[str] = "on the control: they follow something that it changes"
+    """What a report says of heads that score low on `control`, at the end of a sentence."""
 
     @abstractmethod
     def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:

@@ -4,10 +4,12 @@ A verb's work is what dominates it: matrix products and attention. Intervals, pe
 they do not grow with the model. `benchmarks/costs.py` compares the work with the clock.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from align_circuits.checks import checked
+from align_circuits.heads.heads_without_role import GRADIENT_COSTS, SCREENED
 
 Number = int | float
 """Of tokens, layers, runs; means may be fractions."""
@@ -269,8 +271,9 @@ def localize_work(
     """Returns the work of `localize`, all of whose parts run on one half of the prompts.
 
     That is: scores on either half and on the control task, and the permutation tests (4 runs); each candidate ablated
-    and patched, on either half; sets of heads ablated, with their means; interchanges; and the prompts whose tokens are
-    renamed. Sweeps of the same prompts share one unedited run.
+    and patched, on either half; all other heads patched, or estimated (`effects_of_others`); sets of heads ablated,
+    with their means; interchanges; and the prompts whose tokens are renamed. Sweeps of the same prompts share one
+    unedited run.
 
     Args:
         shape: Of the model.
@@ -286,6 +289,9 @@ def localize_work(
     ablated = 2 * ablate_work(shape, half, candidates) + edited_work(
         half, half.tokens, sets * above * shape.layers, sets
     )
-    patched = patch_work(shape, half, candidates) + patch_work(shape, half, candidates + exchanged)
+    others, estimated = shape.layers * shape.heads - candidates, Work()
+    if others * sizes.changed / sizes.tokens / 2 > GRADIENT_COSTS:
+        others, estimated = math.ceil(SCREENED * others), attribute_work(shape, half)
+    patched = patch_work(shape, half, candidates) + patch_work(shape, half, candidates + exchanged + others) + estimated
     named = score_work(shape, PromptSizes(renamed, sizes.tokens, 1)) if renamed else Work()
     return 4 * score_work(shape, half) + named + ablated + patched

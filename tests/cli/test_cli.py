@@ -383,7 +383,7 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     common = ["--model", tiny, "--prompts", str(pairs_file)]
     expected = {
         "patch": ac.patch_heads(model, ac.Pair(clean, corrupted, metric="logit_diff")),
-        "ablate": ac.ablate_heads(model, clean, metrics=("logit_diff",)),
+        "ablate": ac.ablate_heads(model, clean, metrics=("logit_diff", "accuracy")),
         "score": ac.score_heads(model, clean),
         "localize": ac.localize(model, clean, corrupted=corrupted, n_controls=1).table,
     }
@@ -392,6 +392,13 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
         out = tmp_path / verb
         assert main([verb, *common, *options.get(verb, ["--metric", "logit_diff"]), "--out", str(out)]) == 0
         np.testing.assert_array_equal(Table.load(out).frame["value"], table.frame["value"])
+    printed, page = capsys.readouterr().out, (tmp_path / "score" / "report.html").read_text(encoding="utf-8")
+    shown = re.sub("<script.*?</script>|<[^>]*>", "", page, flags=re.DOTALL)
+    assert re.search(r"mover +L\dH\d", printed) and "Highest scores: mover L" in shown, "own relations come first"
+    assert "The relation mover: a query" in shown and "symbol" not in shown
+    assert "not named, and the tests that failed" in printed and re.search(
+        r"accuracy: clean 0\.\d\d .*corrupted", printed
+    )
     assert main(["evaluate", *common, "--n", "4", "--out", str(tmp_path / "evaluate")]) == 0
     pairs_file.write_text(pairs_file.read_text().replace("kAm", "jAm"))
     capsys.readouterr()

@@ -9,6 +9,7 @@ import pytest
 
 import align_circuits as ac
 from align_circuits.heads.evidence import Evidence
+from align_circuits.heads.heads_without_role import UnnamedHead
 from align_circuits.heads.localization import TaskFacts
 from align_circuits.heads.redundant_heads import RedundantHead
 from align_circuits.heads.thresholds import Thresholds
@@ -35,10 +36,12 @@ def test_a_result_shows_itself(small):
     none = replace(small, heads_by_role={"lookup": ()})
     assert repr(none) == "Localization(no head named; tested on 2 x tokens)"
     assert small.summary == "lookup: L1H2. A token is correct in 0.75 [0.50, 0.88] of cases. A < B."
-    assert none.summary == "No head passes every test. A < B."
+    intact = "A token is correct in 0.75 [0.50, 0.88] of cases."
+    assert none.summary == f"No head passes every test. {intact} A < B."
     (shown,) = pd.read_html(StringIO(small._repr_html_()))
     assert shown.iloc[0].dropna().to_dict() == {"role": "lookup", "head": "L1H2", "score": 0.62, "q": 0.03}
-    assert "A &lt; B." in small._repr_html_() and none._repr_html_() == "<p>No head passes every test. A &lt; B.</p>"
+    assert "A &lt; B." in small._repr_html_()
+    assert none._repr_html_() == f"<p>No head passes every test. {intact} A &lt; B.</p>"
     with pytest.raises(KeyError, match="no role 'copying'"):
         small.heads("copying")
 
@@ -83,3 +86,40 @@ def test_verdicts_on_roles_are_told_by_whether_they_hold(small):
         "necessary, role by role: a (accuracy 0.95 without L1H2; this loses less than is needed, so no control sets "
         "were measured), c (accuracy 0.50 without L1H2; 0.40 without as many others)."
     )
+
+
+def test_heads_that_stand_out_without_a_role_are_told_with_what_they_failed(small):
+    def unnamed(head: Any, role: str, effect: float, high: bool, large: bool) -> UnnamedHead:
+        interval = (effect - 0.1, effect + 0.1)
+        return UnnamedHead(head, role, 0.5, ("it fell",), effect, interval, False, effect / 4, high=high, large=large)
+
+    found = (
+        unnamed((0, 1), "previous", 2.0, True, True),
+        unnamed((0, 2), "lookup", 0.0, True, False),
+        unnamed((1, 2), "previous", 1.0, True, False),
+        unnamed((0, 3), "previous", 0.0, False, False),
+    )
+    caveats = replace(small, unnamed=found).caveat_sentences
+    assert caveats == [
+        "Large effect, no role: L0H1 (+2.00 nats, 0.50 of clean - corrupted; previous: it fell).",
+        "High score, not named: L0H2 for lookup.",
+        "A < B.",
+    ], "what has a role is not told again"
+    none = replace(small, unnamed=found, heads_by_role={"lookup": (), "previous": ()})
+    assert none.answer.startswith(
+        "No head passes every test. Nearest: L0H2 (lookup: it fell), L0H1 (previous: it fell). A token is correct"
+    )
+
+
+def test_named_heads_that_fail_the_control_are_the_first_caveat_after_warnings(small):
+    frame = small.table.frame
+    control = frame.assign(metric="control", head=[2, 3, 4], role=["lookup", "lookup", "previous"])
+    table = ac.Table(pd.concat([frame, control.assign(value=[0.1, 0.6, 0.1])]), small.table.provenance)
+    failing = replace(small, table=table, heads_by_role={"lookup": ((1, 2), (1, 3)), "previous": ((1, 4),)})
+    assert failing.caveat_sentences[0] == (
+        "Heads named for lookup (L1H2) and previous (L1H4) score below 0.5 on the control: they follow something that "
+        "it changes."
+    )
+    every = replace(failing, heads_by_role={"lookup": ((1, 2),), "previous": ()})
+    assert every.caveats.startswith("All heads named for lookup (L1H2) score")
+    assert replace(failing, heads_by_role={"lookup": ((1, 3),)}).caveat_sentences == ["A < B."]

@@ -9,8 +9,9 @@ from scipy.special import stdtr
 
 import align_circuits as ac
 from align_circuits.heads.candidates import attending, attending_diffusely, causal_p_values, corrected
+from align_circuits.heads.naming import NamingTests, diffuse_aligners, named_heads
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.heads.verdicts import Verdict, diffuse_aligners, named_heads, verdict_of
+from align_circuits.heads.verdicts import Verdict, verdict_of
 from align_circuits.tables.tables import Provenance
 
 FOUND = {"score": 0.5, "attention": 0.3, "q": 0.05, "ablation": 0.01, "denoising": -0.2}
@@ -74,27 +75,34 @@ def test_a_head_matters_by_either_effect():
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "failed"),
     [
-        ({}, True),
-        ({"score": 0.49}, False),
-        ({"attention": 0.09}, False),
-        ({"q": 0.051}, False),
-        ({"ablation": 0.009}, False),
-        ({"low of ablation": 0.0}, False),
-        ({"low of ablation": 0.0, "denoising": 0.01, "low of denoising": 0.001}, True),
-        ({"attention of induction": 0.34}, False),
-        ({"attention of induction": 0.33}, True),
+        ({}, None),
+        ({"score": 0.49}, "score 0.49, below 0.50"),
+        ({"attention": 0.09}, "diffuse: 0.09 of its attention on the keys, below 0.1"),
+        ({"q": 0.051}, "corrected p = 0.051, above 0.05"),
+        ({"q": 0.3, "p": 0.2}, "attention p = 0.2, above 0.05: its positional bias may explain it"),
+        ({"q": 0.3, "causal_p": 0.2}, "causal p = 0.2, above 0.05: no loss by ablation or gain by patching is shown"),
+        ({"q": 1.0}, "no effect on the prompts that choose"),
+        ({"q": np.nan}, "no candidate: on the prompts that choose it did not attend so"),
+        ({"ablation": 0.009}, "no effect of 0.01 nats with an interval above 0"),
+        ({"low of ablation": 0.0}, "no effect of 0.01 nats with an interval above 0"),
+        ({"low of ablation": 0.0, "denoising": 0.01, "low of denoising": 0.001}, None),
+        ({"attention of induction": 0.34}, "more attention to the keys of induction (0.34) than of lookup (0.30)"),
+        ({"attention of induction": 0.33}, None),
     ],
 )
-def test_what_names_a_candidate(change, named):
+def test_what_names_a_candidate_and_what_is_said_of_another(change, failed):
     """A score, attention that is the head's best, a corrected p-value, and an effect with an interval above zero."""
     found = {**FOUND, "low of ablation": 0.001, "low of denoising": -0.4, "attention of induction": 0.0, **change}
-    rows = [("lookup", metric, 2, found[metric], found.get(f"low of {metric}")) for metric in FOUND]
+    tested = (*FOUND, *(metric for metric in ("p", "causal_p") if metric in change))
+    rows = [("lookup", metric, 2, found[metric], found.get(f"low of {metric}")) for metric in tested]
     rows += [("induction", "attention", 2, found["attention of induction"], None), ("previous", "attention", 2, 0.9, 0)]
     candidates = [((1, 2), "lookup"), ((1, 2), "previous")]
-    found_heads = named_heads(table_of(*rows), candidates, ["lookup", "induction"], Thresholds())
-    assert found_heads == {"lookup": ((1, 2),) if named else (), "induction": ()}
+    roles, table = ["lookup", "induction"], table_of(*rows)
+    found_heads = named_heads(table, candidates, roles, Thresholds())
+    assert found_heads == {"lookup": () if failed else ((1, 2),), "induction": ()}
+    assert NamingTests(table, roles, Thresholds()).failed((1, 2), "lookup") == ((failed,) if failed else ())
 
 
 def test_named_heads_come_best_first():
@@ -116,6 +124,8 @@ def test_an_aligner_at_one_distance_needs_the_control_and_a_diffuse_one_is_told_
     assert named == {role: ((1, 0),)}
     assert diffuse_aligners(table_of(*rows), candidates, named, needed) == {role: ((1, 1),)}
     assert named_heads(table_of(*rows), candidates, [role], needed, [role]) == {role: ()}, "there is no control"
+    by_place = NamingTests(table_of(*rows), [role], needed, [role])
+    assert by_place.failed((1, 0), role) == ("no score on the control, below 0.5: it may attend at a fixed distance",)
     for control, kept in ((0.49, ()), (0.5, ((1, 0),))):
         controlled = table_of(*rows, (role, "control", 0, control, None))
         assert named_heads(controlled, candidates, [role], needed, [role]) == {role: kept}

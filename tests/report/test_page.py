@@ -71,7 +71,7 @@ def test_a_localization_shows_itself(localization):
     assert all(f"<td>{text}</td>" in rows[0] for text in (role, describe([head]), f"{score:.2g}", f"{q:.2g}"))
     nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()), task=TaskFacts())
     assert repr(nothing) == "Localization(no head named; tested on 8 x seq2seq)"
-    assert nothing._repr_html_() == "<p>No head passes every test.</p>"
+    assert nothing._repr_html_().startswith("<p>No head passes every test. Nearest: L1H3 (align_query: causal p = ")
 
 
 def test_the_summary_stands_on_top_and_every_part_follows(page, localization):
@@ -79,13 +79,14 @@ def test_the_summary_stands_on_top_and_every_part_follows(page, localization):
     body = text[text.index("<body>") :]
     assert body.index("Heads &lt;align&gt; &amp; look up.") < body.index("<h2 ")
     headings = re.findall('<h2 id="(.*?)"', body)
-    assert headings[:3] == ["the-heads", "accuracy-without-them", "are-they-necessary-and-do-they-suffice"]
-    assert headings[3:6] == ["scores-of-all-heads", "effects-of-single-heads", "interchange-interventions"]
-    assert headings[6:] == [
-        "attention-on-the-test-example",
-        "the-prompt-with-the-gold-alignment-and-the-heads-attention",
-        "methods",
-    ]
+    assert headings[:2] == ["the-heads", "heads-that-were-not-named"]
+    assert headings[2:4] == ["accuracy-without-them", "are-they-necessary-and-do-they-suffice"]
+    assert headings[4:7] == ["scores-of-all-heads", "effects-of-single-heads", "interchange-interventions"]
+    assert headings[7:] == ["attention-on-the-test-example", "a-prompt", "methods"]
+    first = next(each for each in localization.caveat_sentences if "score below 0.5 on prompts" in each)
+    assert "follow a fixed alignment" in first and body.index("follow a fixed") < body.index("</div>"), (
+        "in the headline"
+    )
     roles = sum(map(bool, localization.heads_by_role.values()))
     assert body.count("underlined token") >= roles, "a drawing for each role"
 
@@ -108,7 +109,7 @@ def test_a_report_without_any_named_head_says_so(tmp_path, localization):
         localization,
         heads_by_role=dict.fromkeys(localization.task.roles, ()),
         evidence=Evidence(
-            patching_effects=empty(found.patching_effects),
+            patching_effects=found.patching_effects,
             ablation_effects=empty(found.ablation_effects),
             set_ablations=found.set_ablations.where(ablated="nothing"),
         ),
@@ -116,8 +117,8 @@ def test_a_report_without_any_named_head_says_so(tmp_path, localization):
     )
     assert attention_of(none) is None
     text = save_localization(none, tmp_path).read_text(encoding="utf-8")
-    assert "No head reached all thresholds" in text
-    assert "No head was a candidate" in text
+    assert "<p>No head passes every test.</p>" in text and "Nearest: L1H3" in text
+    assert "smallest sets" not in text, "they were not asked for"
     assert report.packed(report.circuitsvis_script()) not in text
 
 
@@ -231,3 +232,27 @@ def test_the_card_names_model_task_seed_and_command(written):
         ("Seed", "7"),
         ("Command", "<code>a --b c</code>"),
     ]
+
+
+def test_a_report_on_own_prompts_speaks_of_their_relations_alone(tmp_path, char_tokenizer, random_hf_model):
+    """No word of other tasks, no column or panel without a number of its own."""
+    texts, answers = [f"k{x}mn{y}op{y}q" for x, y in ("AB", "CD", "EF", "GH") * 4], ["A", "C", "E", "G"] * 4
+    other = [answer.lower() for answer in answers]
+    positions = {"IO": [(answer, 0) for answer in answers], "S1": 4}
+    clean, corrupted = ac.Prompts.from_pairs(
+        *(texts, [text.replace("q", "r") for text in texts], char_tokenizer),
+        **{"answer": answers, "corrupted_answer": other, "positions": positions},
+    )
+    clean = clean.with_relations(mover=ac.Relation.from_positions("END", "IO", prompts=clean, candidates=["IO", "S1"]))
+    model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+    found = ac.localize(model, clean, corrupted=corrupted, roles={"mover": "attends to the name"}, n_controls=0)
+    assert found.answer.startswith("No head passes every test. Nearest: L") and "(mover: " in found.answer
+    assert "The first token of the answer is correct in" in found.answer
+    assert any("no better than a guess" in caveat for caveat in found.caveat_sentences[:2]), "it was never trained"
+    assert all(len(figure.layout.annotations) <= 1 for figure in figures(found).values()), "one panel each"
+    page = save_localization(found, tmp_path).read_text(encoding="utf-8")
+    shown = re.sub(r"<script.*?</script>|<style.*?</style>|<pre.*?</pre>|<!--.*?-->", "", page, flags=re.DOTALL)
+    assert re.search(r"<h1>Heads of .* for mover</h1>", shown) and "A head that attends to the name." in shown
+    assert not re.findall(r"symbol|phrase|automaton|letter|aligner|<NA>|smallest set|score on control", shown, re.I)
+    table = shown[shown.index('id="interchange-interventions"') : shown.index('id="a-prompt"')]
+    assert "<th>carries the answer</th>" in table and "No head" not in table

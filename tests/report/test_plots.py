@@ -131,8 +131,10 @@ def test_heads_that_were_not_measured_keep_their_place(effects):
 
 
 def test_named_heads_are_circled_at_their_place(effects):
-    _, ring, later = plots.head_maps(effects, ["first", "later"], by="kind", marked={"first": [(1, 0)]}).data
-    assert (list(ring.x), list(ring.y)) == ([0], [1])
+    framed: Any = {"marked": {"first": [(1, 0)]}, "noted": {"first": [(0, 1)]}}
+    _, ring, diamond, later = plots.head_maps(effects, ["first", "later"], by="kind", **framed).data
+    assert (list(ring.x), list(ring.y), list(diamond.x), list(diamond.y)) == ([0], [1], [1], [0])
+    assert ring.marker.color != diamond.marker.color and ring.marker.symbol != diamond.marker.symbol
     assert later.type == "heatmap", "nothing is circled where no head is named"
 
 

@@ -144,6 +144,7 @@ def reports(names: tuple[str, ...], model: Any, found: ac.Localization) -> tuple
         found,
         table=replace(found.table, frame=found.table.frame.replace({"role": called})),
         task=TaskFacts({called[role]: names[-1 - place] for place, role in enumerate(found.task.roles)}, notes=names),
+        unnamed=tuple(replace(each, role=called[each.role], failed=names) for each in found.unnamed),
         heads_by_role={called[role]: heads for role, heads in found.heads_by_role.items()},
         prompts=replace(prompts, relations=relations),
     )
@@ -162,7 +163,8 @@ def written(names: tuple[str, ...], model: Any, found: ac.Localization, path: Pa
     sections, figures = reports(names, model, found)
     provenance = Provenance(names[0], model={"name": names[1]}, settings={"folder": names[2], names[3]: names[4]})
     shown: list[Section] = [*sections, *((name, "", figure) for name, figure in figures.items())]
-    write_report(path, title=names[0], summary=" ".join(names), sections=shown, provenance=provenance)
+    roles = dict(zip(names, names[::-1], strict=True))
+    write_report(path, title=names[0], summary=" ".join(names), sections=shown, provenance=provenance, roles=roles)
     return figures
 
 

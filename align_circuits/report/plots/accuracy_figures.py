@@ -16,6 +16,7 @@ from align_circuits.report.plots.style import (
     SYMBOLS,
     cells,
     coloured,
+    kinds_of,
     marker,
     panel_grid,
     plain,
@@ -51,7 +52,8 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
         table: What `evaluate` returned.
         title: Above the figure.
     """
-    frame = table.where(metric="accuracy", offset=None).frame
+    frame: Any = table.where(metric="accuracy", offset=None).frame
+    frame = frame[frame["kind"].isin(kinds_of(frame))]
     figure = go.Figure()
     for place, predictor in enumerate(("model", *REFERENCES)):
         rows = frame[frame["predictor"] == predictor]
@@ -76,7 +78,8 @@ def ablation(set_ablations: Table, title: str = "") -> go.Figure:
         title: Above the figure.
     """
     frame: Any = set_ablations.where(metric="accuracy").frame.dropna(subset=["value"])  # NaN: not measured
-    kinds, names = (list(dict.fromkeys(frame[key])) for key in ("kind", "ablated"))
+    kinds, names = kinds_of(frame), [*dict.fromkeys(frame["ablated"])]
+    frame = frame[frame["kind"].isin(kinds)]
     sets = [name for name in _ABLATED if name in names] + [name for name in names if name not in _ABLATED]
     slot = 0.84 / len(sets)
     figure = go.Figure()

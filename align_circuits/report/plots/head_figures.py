@@ -11,6 +11,7 @@ from align_circuits.hooks.heads import HeadLike, head_of
 from align_circuits.report.plots.style import (
     BLANK,
     COLOURS,
+    NOTED,
     SHARES,
     cells,
     coloured,
@@ -54,6 +55,7 @@ def head_maps(
     by: str = "metric",
     unit: str = "",
     marked: Mapping[str, Sequence[HeadLike]] | None = None,
+    noted: Mapping[str, Sequence[HeadLike]] | None = None,
     shape: tuple[int, int] | None = None,
 ) -> go.Figure:
     """Returns a map for each metric side by side, all on one scale.
@@ -67,6 +69,7 @@ def head_maps(
         unit: The unit of the numbers, such as `"nats"`, for the colour bar; the scale then ends at the largest number.
             Without it they are scores, and the scale ends at 1 or above.
         marked: Heads to circle, by panel.
+        noted: Other heads to frame with a diamond of another colour, by panel.
         shape: The model's numbers of layers and heads; by default those of the table's provenance, or as many as the
             table needs. Heads without a row stay grey.
 
@@ -91,9 +94,10 @@ def head_maps(
         z, *ends = interval_grids(frame, ("layer", rows), ("head", columns))
         hover = f"L%{{y}}H%{{x}} {plain(panel)}: %{{z:.3f}} [%{{customdata[0]:.3f}}, %{{customdata[1]:.3f}}]"
         figure.add_trace(cells(z, columns, rows, hover, customdata=np.stack(ends, -1)), **place)
-        if circled := [head_of(head) for head in (marked or {}).get(panel, ())]:
-            layer, head = zip(*circled, strict=True)
-            figure.add_trace(rings(head, layer, 13, 3), **place)
+        for heads_of_panel, style in ((marked, {}), (noted, NOTED)):
+            if framed := [head_of(head) for head in (heads_of_panel or {}).get(panel, ())]:
+                layer, head = zip(*framed, strict=True)
+                figure.add_trace(rings(head, layer, 13, 3, **style), **place)
     figure.update_xaxes(dtick=1 if heads <= 16 else 4, showgrid=False)
     figure.update_yaxes(dtick=1 if layers <= 16 else 4, showgrid=False)
     figure.update_yaxes(title="layer", col=1)

@@ -32,6 +32,9 @@ BLANK = "rgba(128,128,128,.3)"
 RING = "#D55E00"
 """Stands out from every colour of both scales."""
 
+NOTED = {"symbol": "diamond-open", "color": "#009E73"}
+"""The frame of cells that are to be told from ringed ones, by its shape and by its colour."""
+
 MAX_COLUMNS = 3
 """Panels side by side."""
 
@@ -85,6 +88,12 @@ def panel_grid(
     return figure, places
 
 
+def kinds_of(frame: Any) -> list[str]:
+    """Returns the kinds of targets in a table's rows, without a kind that holds the same targets as all."""
+    kinds = list(dict.fromkeys(frame["kind"]))
+    return ["all"] if len(kinds) == 2 and "all" in kinds else kinds
+
+
 def wrapped(text: str, letters: int) -> str:
     """Returns a text as `plain` does, with line breaks between words such that no line is longer, where that can be."""
     return plain("\n".join(textwrap.wrap(text, letters, break_long_words=False)))
@@ -95,9 +104,9 @@ def marker(place: int, size: int = 9) -> dict[str, Any]:
     return {"size": size, "symbol": SYMBOLS[place % len(SYMBOLS)], "color": COLOURS[place % len(COLOURS)]}
 
 
-def rings(x: Sequence[int], y: Sequence[int], size: int, width: int) -> go.Scatter:
-    """Returns rings around cells of a map."""
-    style = {"symbol": "circle-open", "size": size, "color": RING, "line": {"width": width}}
+def rings(x: Sequence[int], y: Sequence[int], size: int, width: int, **marker: Any) -> go.Scatter:
+    """Returns rings around cells of a map, or frames of another symbol and colour."""
+    style = {"symbol": "circle-open", "size": size, "color": RING, "line": {"width": width}, **marker}
     return go.Scatter(x=x, y=y, mode="markers", marker=style, showlegend=False, hoverinfo="skip")
 
 

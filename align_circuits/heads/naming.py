@@ -1,0 +1,118 @@
+"""Which heads are named for a role, and which tests the others failed: the third stage of `localize`, on its table."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from align_circuits.heads.candidates import ALIGNERS, Candidate
+from align_circuits.heads.thresholds import Thresholds
+from align_circuits.hooks.heads import Head
+from align_circuits.tables.tables import Table
+
+
+@dataclass(frozen=True, eq=False)
+class NamingTests:
+    """What a head must pass to be named for a role, on the prompts that test."""
+
+    table: Table
+    """`evidence_table`."""
+    roles: Sequence[str]
+    """Those among which a head has a best one, by its attention to keys."""
+    needed: Thresholds
+    confounded: Sequence[str] = ()
+    """The roles in which a head that attends at a fixed distance would do as well: it must pass the control too."""
+    chance: Mapping[str, float] = field(default_factory=dict)
+    """The score of a head that attends to all candidates alike, by role."""
+
+    def value(self, head: Head, role: str, metric: str) -> float:
+        """Returns a number of the table; NaN where it has none."""
+        return self._rows.get((*head, role, metric), (np.nan, np.nan))[0]
+
+    def least_score(self, role: str) -> float:
+        """Returns the score that a head of this role has at least."""
+        return max(self.needed.score, self.chance.get(role, 0.0) + self.needed.above_chance)
+
+    def failed(self, head: Head, role: str) -> tuple[str, ...]:
+        """Returns the tests that a head failed in a role, in words; none if it is named, provided it is a candidate.
+
+        Where it does not attend as the role requires, nothing else counts.
+        """
+        return tuple(self._attention(head, role)) or tuple(self._others(head, role))
+
+    def _attention(self, head: Head, role: str) -> Iterator[str]:
+        score, attention = (self.value(head, role, metric) for metric in ("score", "attention"))
+        by_role = {name: self.value(head, name, "attention") for name in self.roles}
+        best = max(by_role, key=lambda name: np.nan_to_num(by_role[name], nan=-1.0))
+        if not score >= self.least_score(role):
+            yield f"score {score:.2f}, below {self.least_score(role):.2f}"
+        if not attention >= self.needed.attention:
+            yield f"diffuse: {attention:.2f} of its attention on the keys, below {self.needed.attention:g}"
+        if not attention >= self.needed.share * by_role[best]:
+            yield f"more attention to the keys of {best} ({by_role[best]:.2f}) than of {role} ({attention:.2f})"
+
+    def _others(self, head: Head, role: str) -> Iterator[str]:
+        p, causal_p, q = (self.value(head, role, metric) for metric in ("p", "causal_p", "q"))
+        fdr = self.needed.fdr
+        if np.isnan(q):
+            yield "no candidate: on the prompts that choose it did not attend so"
+        elif not q <= fdr:
+            if p > fdr:
+                yield f"attention p = {p:.2g}, above {fdr:g}: its positional bias may explain it"
+            if causal_p > fdr:
+                yield f"causal p = {causal_p:.2g}, above {fdr:g}: no loss by ablation or gain by patching is shown"
+            if not (p > fdr or causal_p > fdr):
+                yield f"corrected p = {q:.2g}, above {fdr:g}" if q < 1 else "no effect on the prompts that choose"
+        # An effect that is not shown to be above 0 is told by its p-value.
+        effects = any(self._has_effect(head, role, metric) for metric in ("ablation", "denoising"))
+        if not (np.isnan(q) or causal_p > fdr or effects):
+            yield f"no effect of {self.needed.effect:g} nats with an interval above 0"
+        # A task without a control, such as people's own prompts, has no score on it: then nothing is named.
+        if role in self.confounded and not (control := self.value(head, role, "control")) >= self.needed.score:
+            reached = "no score" if np.isnan(control) else f"score {control:.2f}"
+            yield f"{reached} on the control, below {self.needed.score:g}: it may attend at a fixed distance"
+
+    def _has_effect(self, head: Head, role: str, metric: str) -> bool:
+        value, low = self._rows.get((*head, role, metric), (np.nan, np.nan))
+        return bool(value >= self.needed.effect and low > 0)
+
+    @cached_property
+    def _rows(self) -> dict[tuple[int, int, str, str], tuple[float, float]]:
+        columns = (self.table.frame[name].tolist() for name in ("layer", "head", "role", "metric", "value", "low"))
+        return {(*key, metric): (value, low) for *key, metric, value, low in zip(*columns, strict=True)}
+
+
+def named_heads(
+    table: Table,
+    candidates: Sequence[Candidate],
+    roles: Sequence[str],
+    needed: Thresholds,
+    confounded: Sequence[str] = (),
+    chance: Mapping[str, float] | None = None,
+) -> dict[str, tuple[Head, ...]]:
+    """Returns the candidates that pass every test (`evidence_table`), by role, best score first.
+
+    A head's best role is one of `roles`. In `confounded` roles, where a fixed distance would do as well, it must keep
+    its score on the control.
+    """
+    tests = NamingTests(table, roles, needed, confounded, chance or {})
+    named: dict[str, list[tuple[float, Head]]] = {role: [] for role in roles}
+    for head, role in candidates:
+        if role in roles and not tests.failed(head, role):
+            named[role].append((tests.value(head, role, "score"), head))
+    return {role: tuple(head for _, head in sorted(scored, reverse=True)) for role, scored in named.items()}
+
+
+def diffuse_aligners(
+    table: Table,
+    candidates: Sequence[Candidate],
+    heads_by_role: Mapping[str, Sequence[Head]],
+    needed: Thresholds,
+    confounded: Sequence[str] = (),
+    chance: Mapping[str, float] | None = None,
+) -> dict[str, tuple[Head, ...]]:
+    """Returns aligners that lack nothing but attention to keys; other roles, with their many keys, are not compared."""
+    roles = [role for role in heads_by_role if role in ALIGNERS]
+    found = named_heads(table, candidates, roles, replace(needed, attention=0.0), confounded, chance)
+    return {role: tuple(head for head in found[role] if head not in heads_by_role[role]) for role in roles}
