@@ -41,6 +41,7 @@ _SHORT = {
     "fails": "fail",
     "undecided": "undecided",
     "no evidence": "without evidence",
+    "not testable": "not testable",
 }
 
 

@@ -16,7 +16,7 @@ from align_circuits.tables.tables import Table
 
 Relation: TypeAlias = Literal[">=", "<="]
 
-Verdict = Literal["holds", "no exception", "fails", "undecided", "no evidence"]
+Verdict = Literal["holds", "no exception", "fails", "undecided", "no evidence", "not testable"]
 
 ALPHA = 0.05
 """How often at most a claim over seeds holds of which most seeds would say no."""
@@ -63,6 +63,9 @@ class Check:
 
     The same statistic measured on a negative control must miss the threshold, with its whole interval: where the
     control reaches it or was not measured, a claim that would hold is no evidence.
+
+    A claim without any measured value is not testable: nothing meets what it presupposes, as where it is about models
+    that know their facts and none does.
     """
 
     claim: str
@@ -81,6 +84,8 @@ class Check:
     @property
     def verdict(self) -> Verdict:
         """What the intervals of the measured value and of the control say, and the seeds."""
+        if math.isnan(self.measured.value):
+            return "not testable"
         meets = self._decided(self.measured)
         if meets is False:
             return "fails"
@@ -128,6 +133,8 @@ class Check:
         seeds, verdict = len(self.measured.seeds), self.verdict
         if verdict == "no exception":
             verdict = f"no exception in {seeds}"
+        elif verdict == "not testable":
+            verdict += ": nothing meets what it presupposes"
         elif verdict == "undecided" and math.isnan(self.measured.low):
             verdict += ": too few seeds that agree" if seeds > 1 else ": no interval"
         misses = self._decided(self.control, of_seeds=False)
@@ -243,9 +250,10 @@ def kept_checks(file: Path) -> list[Check]:
 def verdicts(checks: Sequence[Check]) -> str:
     """Returns how many claims hold, fail and are undecided, as a sentence."""
     counts = {each: sum(check.verdict == each for check in checks) for each in get_args(Verdict)}
-    held, universal, failed, undecided, void = counts.values()
+    held, universal, failed, undecided, void, untestable = counts.values()
     every = f", {universal} without exception" if universal else ""
     without = f", {void} without evidence (the control is not shown to miss the threshold)" if void else ""
+    without += f", {untestable} not testable" if untestable else ""
     return f"{held} hold{every}, {failed} fail, {undecided} undecided{without} of {len(checks)} claims."
 
 

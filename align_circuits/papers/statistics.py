@@ -160,6 +160,12 @@ def mean_rows(
     return Table.from_prompts(keys, values, weights, Provenance("mean"), bounded=bounded).frame
 
 
+def _of_each(table: Table) -> Measured:
+    place = int(table.frame["value"].to_numpy().argmin())
+    row, n = _row(table, place), int(table.frame["n"].iloc[place])
+    return replace(row, seeds=(bool(row.value),) * n) if row.value in (0, 1) else row
+
+
 def _row(table: Table, place: int) -> Measured:
     row = table.frame.iloc[place]
     return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
@@ -308,6 +314,11 @@ the_row = _by_measure(lambda table: _row(table, 0))
 
 mean_row = _by_measure(lambda table: _mean_row(table))
 """The same of a row that is a mean over `n` seeds, whose values are not kept: without an interval they agreed."""
+
+of_each = _by_measure(lambda table: _of_each(table))
+"""The row with the lowest share of its `n` prompts or worlds: where all agree, each of them is a yes, or each a no.
+
+What is claimed of every one of them then has no exception in `n`."""
 
 per_seed = _by_measure(lambda table: table.frame.sort_values("seed")["value"].to_numpy(float))
 """Each seed's value of a measure that has one row a seed."""

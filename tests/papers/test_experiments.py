@@ -28,12 +28,14 @@ from align_circuits.papers.statistics import (
     extreme_of,
     mean_of,
     measured,
+    of_each,
     over_seeds,
     seed_rows,
     share_of,
     statistic,
     value_of,
 )
+from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tables.tables import Provenance, Table
 
 
@@ -207,14 +209,28 @@ def over(*values: Any) -> Measured:
         (over(*[True] * 6), 1.0, "no exception", "no exception in 6"),
         (over(*[True] * 5, False), 1.0, "fails", "fails"),
         (over(True), 1.0, "undecided", "undecided"),
+        (over(np.nan, np.nan), 0.5, "not testable", "not testable: nothing meets what it presupposes"),
     ],
 )
 def test_a_claim_over_seeds_counts_them_beside_the_interval_of_their_mean(of, threshold, verdict, told):
     check = Check("c", of, ">=", threshold, exact(0.0), "nothing")
     assert (check.verdict, check.row()["verdict"]) == (verdict, told)
     without = replace(check, control=NOT_MEASURED)
-    assert without.verdict == (verdict if verdict in ("fails", "undecided") else "no evidence")
+    assert without.verdict == ("no evidence" if verdict in ("holds", "no exception") else verdict)
     assert not without.control_fails and without.row()["control misses the threshold"] == "not shown"
+
+
+@pytest.mark.parametrize(
+    ("shares", "n", "verdict"),
+    [([1.0, 1.0], [5, 7], "no exception in 5"), ([1.0, 0.9], [5, 20], "undecided"), ([0.0], [60], "fails")],
+)
+def test_what_is_claimed_of_every_prompt_has_no_exception_in_so_many(shares, n, verdict):
+    low, high = zip(
+        *(binomial_interval(round(share * of), of) for share, of in zip(shares, n, strict=True)), strict=True
+    )
+    rows = pd.DataFrame({"measure": "right", "value": shares, "low": low, "high": high, "n": n})
+    check = Claim("c").at_least(1.0, of_each("right"), exact(0.0), "nothing").check(Table(rows, Provenance("measure")))
+    assert check.row()["verdict"] == verdict
 
 
 def test_seeds_decide_where_half_of_all_would_seldom_agree_so_far():
@@ -453,11 +469,15 @@ def test_the_list_counts_the_claims_of_kept_results_by_paper_and_scale(tmp_path,
             "fails": [0, 1, 0, 0],
             "undecided": [0, 0, 5, 0],
             "no evidence": [0, 0, 0, 1],
+            "not testable": [0, 0, 2, 0],
         }
     )
     monkeypatch.setattr("align_circuits.cli.experiments_list.kept_verdicts", lambda: kept)
     text = listing([EXPERIMENTS[name] for name in ("recall/fig1", "recall/fig2", "recall/bridge")], tmp_path, "smoke")
-    assert "\n  claims of the paper, cpu: 3 hold, 1 fail\n  claims of the paper, paper: 5 undecided\n" in text
+    assert (
+        "\n  claims of the paper, cpu: 3 hold, 1 fail\n  claims of the paper, paper: 5 undecided, 2 not testable\n"
+        in text
+    )
     assert "\n  claims beyond it, cpu: 3 hold, 1 without exception, 1 without evidence\n" in text
     of_fig2 = text.partition("recall/fig2")[2].partition("recall/bridge")[0]
     assert "claims, cpu: 2 hold, 1 fail\n" in of_fig2 and "claims, paper: 5 undecided" in of_fig2

@@ -24,6 +24,7 @@ from align_circuits.papers.statistics import (
     levels,
     mean_rows,
     measured,
+    of_each,
     rows,
     statistic,
 )
@@ -124,7 +125,7 @@ FIG2 = Experiment(
     {"fig2": grids("pos", "phrase", {"": {}}, x="input position", value="accepted")},
     [
         Claim("Each phrase is written by the automaton of its aligned symbol (accepted, the worst phrase)").at_least(
-            1.0, rows(aligned=True).lowest(), rows(aligned=False).highest(), "symbols it is not aligned with, the best"
+            1.0, of_each(aligned=True), rows(aligned=False).highest(), "symbols it is not aligned with, the best"
         )
     ],
 )
@@ -283,7 +284,7 @@ APPF = Experiment(
     {"appF": _draw_em},
     [
         Claim("True EM never lowers the likelihood (share of updates that do)").at_most(
-            0.0, *rows(metric="falls").beside("method", *UPDATES), "the update as printed"
+            0.0, *of_each(metric="falls").beside("method", *UPDATES), "the update as printed"
         ),
         Claim("True EM recovers the whole alignment from k = {n_examples.high} examples (mean over m)").at_least(
             0.9, *_recovered("true")

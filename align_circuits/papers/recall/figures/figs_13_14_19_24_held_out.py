@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Claim
+from align_circuits.papers.claims import Check, Claim, checks_of
 from align_circuits.papers.lab import Experiment, Rows, Study, courses, drawn_by, on_one_thread
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
@@ -30,6 +30,7 @@ from align_circuits.papers.recall.figures.studies import (
     know_their_facts,
     learned,
     of_common_seeds,
+    of_those_that_know,
     study,
 )
 from align_circuits.papers.recall.metrics import MATCHES
@@ -129,25 +130,27 @@ def _of_another(what: str) -> str:
     return f"{what} of another"
 
 
-def _subjects_claims(table: Table) -> list[Claim]:
+def _subjects_checks(table: Table) -> list[Check]:
     few, many = levels(table, "n_subjects")
-    claims = []
+    facts = []
     for m in (few, many):
         known, new = (share_of(end(n_subjects=m, **_PT)(table) >= FACTS_LEARNED) for end in (at_end, at_start))
-        claims.append(Claim(f"{FACTS_ARE_LEARNED}, M = {m}").at_least(0.5, known, new, "before training"))
+        facts.append(Claim(f"{FACTS_ARE_LEARNED}, M = {m}").at_least(0.5, known, new, "before training"))
     trained = _PT | {"step": max(levels(table, "step", probe="pt"))}
-    small, large = of_common_seeds(*(know_their_facts(table.where(n_subjects=m), **trained) for m in (few, many)))
-    if not len(small):
-        return claims
+    small, _ = of_common_seeds(*(know_their_facts(table.where(n_subjects=m), **trained) for m in (few, many)))
+    known = Table(table.frame[table.frame["seed"].isin(small.frame["seed"])], table.provenance)
+    return [*checks_of(facts, table), *of_those_that_know(_subjects_claims(few, many), known, table)]
+
+
+def _subjects_claims(few: int, many: int) -> list[Claim]:
+    claims = []
     for what in ("f_subj", "f_rel"):
         own, of_another = (
-            at_end(probe="cosine", match=match)(small) - at_end(probe="cosine", match=match)(large)
-            for match in (what, _of_another(what))
+            at_end(probe="cosine", match=match).rise("n_subjects", many, few) for match in (what, _of_another(what))
         )
         claim = f"With few subjects a head is nearer to the construction's {what} (cosine, M = {few} minus {many})"
         claims.append(Claim(claim).at_least(0.1, own, of_another, "with another's"))
-    subject = {"probe": "held_out", "match": "subject"}
-    after, before = (end(**subject)(small) - end(**subject)(large) for end in (at_end, at_start))
+    after, before = (end(probe="held_out", match="subject").rise("n_subjects", many, few) for end in (at_end, at_start))
     claim = f"And after finetuning the subject is matched more often (held-out, M = {few} minus {many})"
     return [*claims, Claim(claim).at_least(0.1, after, before, "before finetuning")]
 
@@ -211,7 +214,7 @@ FIG14 = figure(
         AttentionOnlyModels(replace(_LONGER, n_seen=32), 2, _subjects({256: 256, 2048: 2048})),
     ),
     _draw_subjects,
-    _subjects_claims,
+    _subjects_checks,
     "With 2048 subjects cosines are low after pretraining, and subject match after finetuning.",
 )
 

@@ -16,7 +16,7 @@ from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
 from align_circuits.models.loading import chosen_device
-from align_circuits.papers.claims import Check, Claim, checks_of
+from align_circuits.papers.claims import Check, Claim
 from align_circuits.papers.lab import Experiment, Rows
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
@@ -26,7 +26,14 @@ from align_circuits.papers.recall.figures.attention_only_models import (
     AttentionOnlySetup,
     Positions,
 )
-from align_circuits.papers.recall.figures.studies import FACTS_LEARNED, SOURCE, bars, know_their_facts, study
+from align_circuits.papers.recall.figures.studies import (
+    FACTS_LEARNED,
+    SOURCE,
+    bars,
+    know_their_facts,
+    of_those_that_know,
+    study,
+)
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, probe, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
@@ -312,10 +319,12 @@ def _checks(table: Table, positions: Positions) -> list[Check]:
         f"(share of seeds with an exact match of {FACTS_LEARNED:g} or more)"
     ).at_least(0.5, knows.at(stage="pretrained"), knows.at(stage="untrained"), "before training")
     known = know_their_facts(table, stage="pretrained", **exact)
-    if not len(known):
-        return [learned.check(table)]
+    return [learned.check(table), *of_those_that_know(lambda of: _claims_about_heads(of, name), known, table)]
+
+
+def _claims_about_heads(table: Table, name: str) -> list[Claim]:
     # a result may have been kept before all of this was measured
-    measured = set(zip(known.frame["metric"], known.frame["what"], strict=True))
+    measured = set(zip(table.frame["metric"], table.frame["what"], strict=True))
     claims = [
         _claim_of_head(f"{name}: {claim}", role, metric, what, stage)
         for claim, role, metric, what, stage in _OF_HEADS
@@ -326,11 +335,9 @@ def _checks(table: Table, positions: Positions) -> list[Check]:
         claim = f"{name}: localize names a head for {role!r}, {stage} (share of seeds)"
         claims.append(Claim(claim).at_least(1.0, named.at(stage=stage), named.at(stage="untrained"), "before training"))
     recalled = per_seed(sequences="in context", metric="exact")
+    after, before = (recalled.at(stage=stage) for stage in ("finetuned", "pretrained"))
     claim = Claim(f"{name}: held-out subjects are recalled (exact match)")
-    claims.append(
-        claim.at_least(0.8, recalled.at(stage="finetuned"), recalled.at(stage="pretrained"), "before finetuning")
-    )
-    return [learned.check(table), *checks_of(claims, known)]
+    return [*claims, claim.at_least(0.8, after, before, "before finetuning")]
 
 
 def _draw_cosines(table: Table) -> go.Figure:

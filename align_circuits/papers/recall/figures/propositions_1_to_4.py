@@ -19,7 +19,7 @@ from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import CORRECTIONS, Correction, finetuned, pretrained
-from align_circuits.papers.statistics import HIGH, Statistic, rows
+from align_circuits.papers.statistics import HIGH, Statistic, of_each, rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 
@@ -161,12 +161,13 @@ def _summarize(_: Constructions, measurements: Rows) -> pd.DataFrame:
     return pd.concat([table.frame, coefficients.assign(low=np.nan, high=np.nan, n=1)], ignore_index=True)
 
 
-_ACCURACY = rows(metric="accuracy", beta=HIGH, world="shared values")
+_AT_LARGE_BETA = {"metric": "accuracy", "beta": HIGH, "world": "shared values"}
+_ACCURACY = rows(**_AT_LARGE_BETA)
 
 
 def _worst(**where: str) -> Statistic:
     """The place with the lowest accuracy, at the largest β."""
-    return _ACCURACY.at(**where).lowest()
+    return of_each(**{**_AT_LARGE_BETA, **where})
 
 
 _ATTRIBUTE = {"sequences": "pretraining", "place": "attribute", "form": "printed"}

@@ -1,6 +1,7 @@
 """What the studies of the room share, and of which models their claims are judged: those that know their facts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import plotly.graph_objects as go
 
 from align_circuits.papers.claims import Check, Claim, Claims, checks_of
 from align_circuits.papers.lab import Experiment, Figures, Rows, Study, drawn_by
-from align_circuits.papers.statistics import at_end, at_start, share_of
+from align_circuits.papers.statistics import NOT_MEASURED, at_end, at_start, share_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -122,15 +123,28 @@ def facts_learned(table: Table) -> Check:
     return Claim(FACTS_ARE_LEARNED).at_least(0.5, after, before, "before training").check(table)
 
 
+def of_those_that_know(claims: Claims, known: Table, table: Table) -> list[Check]:
+    """Returns claims about the models that know their facts; what none of these can tell is not testable.
+
+    Args:
+        claims: About any of the tables.
+        known: The rows of those models; there may be none.
+        table: The rows of all models.
+    """
+    checks = checks_of(claims, known) if len(known) else []
+    judged = {check.claim for check in checks}
+    others = (check for check in checks_of(claims, table) if check.claim not in judged)
+    return [*checks, *(replace(check, measured=NOT_MEASURED) for check in others)]
+
+
 def only_if_facts_are_learned(claims: Claims, *, said: bool = True) -> Claims:
-    """Returns claims about the models that know their facts, if there are any.
+    """Returns claims about the models that know their facts, by `of_those_that_know`.
 
     First comes how many do, if it is to be `said` here: one figure of a table says it.
     """
 
     def of_those(table: Table) -> list[Check]:
-        known = _with_facts(table)
-        checks = checks_of(claims, known) if len(known) else []
+        checks = of_those_that_know(claims, _with_facts(table), table)
         return [facts_learned(table), *checks] if said else checks
 
     return of_those

@@ -21,7 +21,7 @@ from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Correction
 from align_circuits.papers.recall.theory.finetuning_steps import HEADS, Batches, Finetuning, Form, Update
-from align_circuits.papers.statistics import Statistic, the_row
+from align_circuits.papers.statistics import Statistic, of_each, the_row
 from align_circuits.report import plots
 from align_circuits.tables.intervals import TAILS, proportion
 from align_circuits.tables.tables import Provenance, Table
@@ -337,7 +337,7 @@ def _draw_lemmas(table: Table) -> go.Figure:
 
 
 def _share(lemma: str, start: str = "unique values") -> Statistic:
-    return the_row(lemma=lemma, start=start)
+    return of_each(lemma=lemma, start=start)
 
 
 LEMMAS = Experiment(
