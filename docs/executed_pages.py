@@ -16,7 +16,14 @@ from pathlib import Path
 FOLDERS = ("align_circuits", "hooks", "benchmarks/validation", "benchmarks/beyond", "docs/results")
 """What pages import and read: the package and its data, what validates it and goes beyond it, the kept results."""
 
-FILES = ("constraints.txt", "pyproject.toml", "docs/kept_results.py", "docs/conf.py", "docs/executed_pages.py")
+FILES = (
+    "constraints.txt",
+    "pyproject.toml",
+    "docs/kept_results.py",
+    "docs/scoreboard.py",
+    "docs/conf.py",
+    "docs/executed_pages.py",
+)
 
 KEPT = 3
 """So many caches stay, those used last: two checkouts that are built in turn do not delete each other's."""

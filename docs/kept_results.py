@@ -59,16 +59,20 @@ def checked(name: str, folder: Path) -> list[Check]:
     return kept_checks(folder / "claims.csv")
 
 
-def show(paper: str) -> None:
-    """Shows how many claims hold in each experiment, then every experiment with its claims and figures."""
-    counts = overview(paper)
+def show(paper: str, *, beyond: bool = False) -> None:
+    """Shows how many claims hold in each experiment of a paper, or `beyond` it, then each with claims and figures."""
+    wanted = [name for name, each in EXPERIMENTS.items() if paper not in PAPERS or each.of_its_paper != beyond]
+    counts = overview(paper).query("experiment in @wanted")
     verdicts_of = counts[VERDICTS].astype(str).agg(" / ".join, axis=1)
     shown = counts[["experiment", "what", "scale"]].assign(**{" / ".join(VERDICTS): verdicts_of})
     display(HTML(f'<div style="overflow-x:auto">{shown.to_html(index=False, border=0)}</div>'))
     for experiment, folder in kept(paper):
+        if experiment.name not in wanted:
+            continue
         table = Table.load(folder)
         models = table.provenance.settings["models"]
         about = f"{experiment.source}; scale `{folder.name}`{', models: ' + ', '.join(models) if models else ''}."
+        display(HTML(f'<span id="{experiment.name.replace("/", "-")}"></span>'))
         display(Markdown(f"## {experiment.name}: {experiment.title}\n\n{about} {experiment.published}"))
         if checks := checked(experiment.name, folder):
             display(Markdown(f"{verdicts(checks)} {preregistered(experiment.name, folder.name)}"))

@@ -3,28 +3,40 @@
 import importlib.util
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from align_circuits.cli.experiments_list import kept_verdicts
+from align_circuits.papers.claims import Check
 from align_circuits.papers.experiments import EXPERIMENTS
-from align_circuits.papers.statistics import Measured
+from align_circuits.papers.statistics import Measured, exact, over_seeds, share_of
 from align_circuits.tables.tables import Provenance, Table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
-@pytest.fixture(scope="module")
-def kept_results():
-    spec = importlib.util.spec_from_file_location("kept_results", DOCS / "kept_results.py")
+def of_the_pages(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["kept_results"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def kept_results():
+    return of_the_pages("kept_results")
+
+
+@pytest.fixture(scope="module")
+def scoreboard(kept_results):  # noqa: ARG001 - which it imports
+    return of_the_pages("scoreboard")
 
 
 PAPERS = ("icatune", "recall", "abrupt", "validation")
@@ -128,3 +140,102 @@ def test_a_claim_without_a_cause_is_refused(kept_results, monkeypatch):
     monkeypatch.setattr(kept_results, "failing", lambda _: iter([]))
     with pytest.raises(LookupError, match="claims that do not fail"):
         kept_results.why("icatune")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "refuted", "outcome"),
+    [
+        (["holds", "no exception"], False, "reproduced"),
+        (["holds", "not testable"], False, "reproduced"),
+        (["holds", "undecided"], False, "too small to say"),
+        (["holds", "no evidence"], False, "too small to say"),
+        (["undecided", "fails", "holds"], False, "not reproduced"),
+        (["holds"], True, "the paper is wrong"),
+        (["fails", "holds"], True, "the paper is wrong"),
+        (["not testable", "not testable"], True, "not testable here"),
+        ([], False, "not testable here"),
+    ],
+)
+def test_a_row_of_the_scoreboard_is_judged_by_all_its_claims(scoreboard, verdicts, refuted, outcome):
+    assert scoreboard.outcome(verdicts, refuted=refuted) == outcome
+
+
+FIGURES = {
+    "icatune": ["Table 1", *(f"Fig. {number}" for number in range(1, 12))],
+    "recall": [f"Fig. {number}" for number in range(1, 27)],
+    "abrupt": [*(f"Fig. {number}" for number in range(1, 8)), *(f"Fig. A.{number}" for number in range(1, 6))],
+}
+"""All that the papers have."""
+
+
+@pytest.mark.parametrize("paper", FIGURES)
+def test_every_figure_has_a_row_and_every_claim_of_a_paper_is_in_one(scoreboard, kept_results, monkeypatch, paper):
+    monkeypatch.chdir(DOCS)
+    rows = scoreboard.rows(paper)
+    assert {*FIGURES[paper]} <= {row.of for row in rows}
+    results = [kept for row in rows for kept in scoreboard.kept(row)]
+    judged = {(kept.row.experiment, kept.folder.name, claim) for kept in results for claim in kept.claims}
+    own = [(experiment, folder) for experiment, folder in kept_results.kept(paper) if experiment.of_its_paper]
+    claimed = {
+        (experiment.name, folder.name, check.claim)
+        for experiment, folder in own
+        for check in kept_results.checked(experiment.name, folder)
+    }
+    assert claimed - judged <= {each for each in claimed if each[:2] == ("recall/heads", "paper")}
+    for row in rows:
+        largest = scoreboard.kept(row)[0]
+        assert largest.percent == max(kept.percent for kept in scoreboard.kept(row))
+        assert not row.claims or all(any(part in text for _, _, text in claimed) for part in row.claims)
+        if row.wrong:
+            assert any(row.wrong["claim"] in check.claim for check in largest.checks)
+            assert (DOCS / f"{row.wrong['page']}.md").exists()
+        if largest.outcome == "not reproduced":
+            assert "fails" in {check.verdict for check in largest.checks}
+    for name, known in scoreboard.written()["published"].items():
+        texts = {text for experiment, _, text in claimed if experiment == name}
+        assert name.partition("/")[0] != paper or all(any(part in text for text in texts) for part in known), name
+        assert all(scoreboard.published_of(name, text) or True for text in texts)
+
+
+def test_the_size_of_a_result_is_its_smallest_ratio_to_the_papers(scoreboard):
+    sizes = scoreboard._sizes({"size": {"d_head": 32, "steps": 9}, "cells": [{"n_classes": 64}, {"n_classes": 128}]})
+    assert sizes == {"d_head": 32, "n_classes": 128}
+    frame = pd.DataFrame({"value": [1.0], "low": 0.9, "high": 1.0, "n": 1})
+    llama = Provenance("measure", {"config": None}, model={"n_layers": 32, "d_model": 4096})
+    assert scoreboard.size_of("icatune/fig3", Table(frame, llama)) == (100, "of its weights")
+    config = {"size": {"d_head": 64, "d_hidden": 32, "steps": 1}, "conditions": [{"n_classes": 512}]}
+    grid = Provenance("measure", {"config": config})
+    assert scoreboard.size_of("abrupt/fig1", Table(frame, grid)) == (25, "width")
+    assert scoreboard.size_of("abrupt/fig7", Table(frame, Provenance("measure", {}))) == (100, "")
+
+
+def test_what_would_decide_a_claim_is_decided_by_so_many_seeds_of_that_spread(scoreboard):
+    def undecided(of: Measured) -> Check:
+        check = Check("c", of, ">=", 0.5, exact(0.0), "nothing")
+        assert check.verdict == "undecided"
+        return check
+
+    rng = np.random.default_rng(0)
+    few = np.array([0.48, 0.52, 0.55, 0.6, 0.75, 0.8])
+    check = undecided(over_seeds(few))
+    n = int(scoreboard.would_decide(check).split()[0])
+    assert 7 < n < 20
+    spread = few.mean() + few.std(ddof=1) * (lambda drawn: (drawn - drawn.mean()) / drawn.std(ddof=1))(
+        rng.normal(size=n)
+    )
+    assert replace(check, measured=over_seeds(spread)).verdict == "holds"
+    assert scoreboard.would_decide(undecided(share_of(np.array([True] * 5 + [False])))) == "9 seeds"
+    assert scoreboard.would_decide(undecided(over_seeds(np.full(3, 0.9)))) == "5 seeds"
+    assert scoreboard.would_decide(undecided(over_seeds(np.array([0.4, 0.6])))).startswith("more than 200 seeds")
+    assert scoreboard.would_decide(undecided(Measured(0.6, 0.4, 0.8))) == "4 times the seeds or prompts"
+    assert scoreboard.would_decide(undecided(Measured(0.5, 0.4, 0.6))).startswith("more than 200 times")
+    assert scoreboard.would_decide(undecided(over_seeds(np.array([0.9])))).startswith("more than one seed")
+
+
+@pytest.mark.parametrize("paper", FIGURES)
+def test_the_findings_of_a_paper_stand_in_few_words(paper):
+    text = (DOCS / f"results-{paper}.md").read_text(encoding="utf-8")
+    short = text.partition("## In short\n")[2].partition("\nNumbers of all figures")[0]
+    bullets = [line for line in short.splitlines() if line.strip()]
+    assert 0 < len(bullets) <= 5 and all(line.startswith("- ") for line in bullets)
+    assert len(short.replace("- **", "**").split()) <= 150

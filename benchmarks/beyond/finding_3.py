@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +22,7 @@ from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.studies import FACTS_LEARNED, SOURCE, know_their_facts, study
 from align_circuits.papers.recall.metrics import recall_matches
 from align_circuits.papers.recall.task.sequences import Predicted, followed_by_grammar
-from align_circuits.papers.statistics import Statistic, levels, per_seed, share_of
+from align_circuits.papers.statistics import NOT_MEASURED, Statistic, levels, per_seed, share_of
 from align_circuits.report import plots
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.tables.tables import Table
@@ -107,10 +106,6 @@ def transfer(
     return rows
 
 
-_NOTHING = np.zeros(1)
-"""Has no interval, so that nothing is decided: of tables in which no model knows its facts."""
-
-
 def _exact(kind: str | None, loss: str | None, **where: Any) -> Statistic:
     """Exact match on ICL about held-out subjects."""
     return per_seed(**{**_ON_ICL, **where, "kind": kind, "loss": loss})
@@ -157,7 +152,7 @@ def _check(table: Table) -> list[Check]:
     ).at_least(0.5, facts, on_icl, "on ICL")
     known, claims = know_their_facts(table, **_PT), _claims_of_those_that_know(table)
     if not len(known):
-        claims = [replace(claim, statistic=_NOTHING, control=_NOTHING) for claim in claims]
+        claims = [replace(claim, statistic=NOT_MEASURED, control=NOT_MEASURED) for claim in claims]
     return checks_of([learned.check(table), *claims], known)
 
 

@@ -81,12 +81,9 @@ def test_every_experiment_runs_at_smoke_scale(name, folder, runs, tmp_path, requ
     if name in SURE:
         SURE[name](table, checks)
     for check in checks:
-        if (
-            name == "icatune/unmask"
-            and "of those named after it" in check.claim
-            and not np.isfinite(check.measured.value)
-        ):
-            continue  # on so few prompts no head is named, and there is no share of those that were
+        if check.verdict == "not testable":  # no head is named on so few prompts, and no model knows its facts
+            assert name == "icatune/unmask" or name.startswith("recall/")
+            continue
         assert np.isfinite(check.measured.value)
         value, low, high = check.measured.value, check.measured.low, check.measured.high
         assert low <= value <= high or np.isnan([low, high]).all(), "what rests on one seed has no interval"
@@ -222,7 +219,7 @@ def test_a_claim_over_seeds_counts_them_beside_the_interval_of_their_mean(of, th
 
 @pytest.mark.parametrize(
     ("shares", "n", "verdict"),
-    [([1.0, 1.0], [5, 7], "no exception in 5"), ([1.0, 0.9], [5, 20], "undecided"), ([0.0], [60], "fails")],
+    [([1.0, 1.0], [5, 7], "no exception in 5"), ([1.0, 0.9], [5, 20], "fails"), ([0.0], [60], "fails")],
 )
 def test_what_is_claimed_of_every_prompt_has_no_exception_in_so_many(shares, n, verdict):
     low, high = zip(
@@ -469,7 +466,7 @@ def test_the_list_counts_the_claims_of_kept_results_by_paper_and_scale(tmp_path,
             "fails": [0, 1, 0, 0],
             "undecided": [0, 0, 5, 0],
             "no evidence": [0, 0, 0, 1],
-            "not testable": [0, 0, 2, 0],
+            "not testable": [0, 1, 0, 0],
         }
     )
     monkeypatch.setattr("align_circuits.cli.experiments_list.kept_verdicts", lambda: kept)
@@ -480,7 +477,7 @@ def test_the_list_counts_the_claims_of_kept_results_by_paper_and_scale(tmp_path,
     )
     assert "\n  claims beyond it, cpu: 3 hold, 1 without exception, 1 without evidence\n" in text
     of_fig2 = text.partition("recall/fig2")[2].partition("recall/bridge")[0]
-    assert "claims, cpu: 2 hold, 1 fail\n" in of_fig2 and "claims, paper: 5 undecided" in of_fig2
+    assert "claims, cpu: 2 hold, 1 fail, 1 not testable\n" in of_fig2 and "claims, paper: 5 undecided" in of_fig2
 
 
 def test_durations_are_those_of_studies_and_scales_that_are_there():
