@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,7 +26,6 @@ from align_circuits.papers.claims import Check, Verdict
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.statistics import Measured, over_seeds, share_of
 from align_circuits.report import plots
-from align_circuits.report.plots.style import wrapped
 from align_circuits.tables.tables import Table
 
 ROWS = Path("results/scoreboard.toml")
@@ -212,13 +212,18 @@ class Kept:
     def n(self) -> str:
         """What the shown number is the mean of."""
         if of_each := self.shown.measured.seeds:
-            return f"{len(of_each)} {'prompts' if len(of_each) > 24 else 'seeds'}"  # each prompt a yes or a no
+            return _many(len(of_each), "prompt" if len(of_each) > 24 else "seed")  # each prompt is a yes or a no
         if self.shown.measured.exact:
             return "exact"
         config = self.table.provenance.settings.get("config") or {}
         arms = [arm["seeds"] for arm in config.get("arms", ())]
         seeds = max(map(len, arms), default=self.table.frame["seed"].nunique() if "seed" in self.table.frame else 0)
-        return f"{seeds} seeds" if seeds else f"{config.get('n', int(self.table.frame['n'].max()))} prompts"
+        prompts = config.get("n", int(self.table.frame["n"].max()))
+        return _many(seeds, "seed") if seeds else _many(prompts, "prompt")
+
+
+def _many(number: int, of: str) -> str:
+    return f"{number} {of}{'s' * (number != 1)}"
 
 
 @cache
@@ -287,7 +292,7 @@ def scoreboard(paper: str) -> str:
         body = "".join(map(_row, rows(paper)))
     finally:
         kaleido.stop_sync_server(silence_warnings=True)
-    heads = ("", "the paper says", "its number", "ours", "n", "size", "verdict")
+    heads = ("", "verdict", "the paper says", "its number", "ours", "n, size")
     head = "".join(f"<th>{each}</th>" for each in heads)
     return f'<table class="scoreboard"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
@@ -304,12 +309,11 @@ def _row(row: Row) -> str:
     anchor = f"results-{row.paper}.html#{row.experiment.replace('/', '-')}"
     cells = {
         "": f'<a href="{anchor}">{_thumbnail(row, largest)}{html.escape(row.of)}</a>',
+        "verdict": f'<b class="{largest.outcome.split()[0]}">{verdict}</b><br><small>claims: {told}</small>{smaller}',
         "the paper says": html.escape(row.says),
         "its number": "–" if known is None else html.escape(_printed(known)),
         "ours": f"{html.escape(_number(shown.measured))}<br><small>{html.escape(shown.claim)}</small>",
-        "n": largest.n,
-        "size": f"{_percent(largest)}{f'<br><small>{html.escape(largest.of)}</small>' if largest.of else ''}",
-        "verdict": f'<b class="{largest.outcome.split()[0]}">{verdict}</b><br><small>claims: {told}</small>{smaller}',
+        "n, size": f"{largest.n}, {_percent(largest)}<br><small>{html.escape(largest.of)}</small>",
     }
     return "<tr>" + "".join(f'<td data-of="{of}">{cell}</td>' for of, cell in cells.items()) + "</tr>"
 
@@ -360,16 +364,28 @@ def checks_at_largest(paper: str) -> Iterator[tuple[Row, Check]]:
 
 def forest(paper: str) -> go.Figure:
     """Draws what a paper prints or plots beside ours, for every claim for which it gives a number within [-1, 1]."""
-    points: list[dict[str, Any]] = []
+    printed = written()["published"]
+    parts: dict[str, list[Check]] = {}
     for row, check in checks_at_largest(paper):
-        known = published_of(row.experiment, check.claim)
-        if known is None or math.isnan(check.measured.value) or max(map(abs, known[:2])) > 1:
-            continue
-        claim = {"claim": wrapped(f"{row.of}: {check.claim}", 60)}
-        middle = (known[0] + known[1]) / 2
-        points.append({**claim, "whose": "ours", **check.measured.row})
-        points.append({**claim, "whose": "the paper's", "value": middle, "low": known[0], "high": known[1]})
-    return plots.dots(pd.DataFrame(points), "claim", "whose", "value, with ours its 95% interval")
+        for part, known in printed.get(row.experiment, {}).items():
+            if part in check.claim and not math.isnan(check.measured.value) and max(map(abs, known[:-1])) <= 1:
+                parts.setdefault(f"{row.of}: {part}", []).append(replace(check, published=json.dumps(known[:-1])))
+    points: list[dict[str, Any]] = []
+    for part, checks in parts.items():
+        for check, which in zip(checks, _differing([check.claim for check in checks]), strict=True):
+            low, high = min(known := json.loads(check.published)), max(known)
+            row = {"claim": f"{part}{', ' * bool(which)}{which}"}
+            points.append({**row, "whose": "ours", **check.measured.row})
+            points.append({**row, "whose": "the paper's", "value": (low + high) / 2, "low": low, "high": high})
+    return plots.dots(pd.DataFrame(points), "claim", "whose", "value")
+
+
+def _differing(texts: Sequence[str]) -> list[str]:
+    """In what each of several texts differs from the others, in at most 24 letters."""
+    if len(texts) == 1:
+        return [""]
+    head, tail = len(commonprefix(texts)), len(commonprefix([text[::-1] for text in texts]))
+    return [text[head : len(text) - tail].split(": ")[0].strip(" :")[:24] for text in texts]
 
 
 def undecided(paper: str) -> pd.DataFrame:

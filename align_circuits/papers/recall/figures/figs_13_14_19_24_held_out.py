@@ -138,8 +138,9 @@ def _subjects_checks(table: Table) -> list[Check]:
         facts.append(Claim(f"{FACTS_ARE_LEARNED}, M = {m}").at_least(0.5, known, new, "before training"))
     trained = _PT | {"step": max(levels(table, "step", probe="pt"))}
     small, _ = of_common_seeds(*(know_their_facts(table.where(n_subjects=m), **trained) for m in (few, many)))
-    known = Table(table.frame[table.frame["seed"].isin(small.frame["seed"])], table.provenance)
-    return [*checks_of(facts, table), *of_those_that_know(_subjects_claims(few, many), known, table)]
+    known: Any = table.frame[table.frame["seed"].isin(small.frame["seed"])]
+    claims = of_those_that_know(_subjects_claims(few, many), Table(known, table.provenance), table)
+    return [*checks_of(facts, table), *claims]
 
 
 def _subjects_claims(few: int, many: int) -> list[Claim]:
