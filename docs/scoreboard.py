@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -381,11 +380,10 @@ def forest(paper: str) -> go.Figure:
 
 
 def _differing(texts: Sequence[str]) -> list[str]:
-    """In what each of several texts differs from the others, in at most 24 letters."""
-    if len(texts) == 1:
-        return [""]
-    head, tail = len(commonprefix(texts)), len(commonprefix([text[::-1] for text in texts]))
-    return [text[head : len(text) - tail].split(": ")[0].strip(" :")[:24] for text in texts]
+    """The words of each of several texts that not all of them have, in at most 24 letters."""
+    common = set.intersection(*(set(text.split()) for text in texts)) if len(texts) > 1 else set(texts[0].split())
+    words = (" ".join(word for word in text.split() if word not in common) for text in texts)
+    return [own[:24].strip("():, ") for own in words]
 
 
 def undecided(paper: str) -> pd.DataFrame:
