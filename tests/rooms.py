@@ -26,10 +26,10 @@ ROOMS = {
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (2078, 1700),
     "align_circuits/training": (1666, 1400),
-    "align_circuits/cli": (2255, 1500),
+    "align_circuits/cli": (2256, 1500),
     "align_circuits/papers": (10739, 8500),
     "hooks": (3719, 2600),
-    "tests": (31026, 20000),
+    "tests": (31027, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -154,7 +154,8 @@ def test_thresholds_decide(circuit):
     model, _ = circuit
     strict = ac.localize(model, TASK, n=8, n_controls=0, thresholds=Thresholds(effect=100.0))
     assert strict.named_heads == []
-    assert strict.summary == "No head passes every test."
+    assert strict.summary.startswith("No head passes every test. Nearest: ")
+    assert "no effect of 100 nats with an interval above 0" in strict.summary
     assert len(strict.example.attention) == 0
 
 
