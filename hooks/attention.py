@@ -185,20 +185,25 @@ def attended_by(
 def why_not_fast(model: HookedModel) -> str | None:
     """Returns why the fast path does not apply to a model, or None where it does."""
     architecture = getattr(model.cfg, "architecture", None)
-    if not compat.is_bridge(model):
-        return f"a {type(model).__name__} is no TransformerBridge over a Hugging Face model"
-    if architecture not in ARCHITECTURES:
+    if compat.is_bridge(model) and architecture not in ARCHITECTURES:
         if (getattr(model.cfg, "attn_scores_soft_cap", None) or 0) > 0:
             return f"{architecture} caps its attention scores, which fused attention does not honour"
         if any(name.endswith("sinks") for name, _ in compat.wrapped(model).named_parameters()):
             return f"{architecture} has attention sinks, which fused attention does not honour"
         return f"{architecture} is not among {', '.join(ARCHITECTURES)}"
+    return why_not_plain(model)
+
+
+def why_not_plain(model: HookedModel) -> str | None:
+    """Returns why a model computes otherwise than a Hugging Face model inside it, or None where it does not."""
+    if not compat.is_bridge(model):
+        return f"a {type(model).__name__} is no TransformerBridge over a Hugging Face model"
     if compat.has_changed_weights(model):
         return "the bridge is in compatibility mode, where its weights are no longer Hugging Face's"
     layer = once_a_call(model, "split weights", lambda: compat.split_weights_differ(model))
     if layer is not None:
         return f"the bridge computes q, k and v of layer {layer} by other weights than Hugging Face's fused projection"
-    if hooked := sorted({name for name, point in model.hook_dict.items() if point.fwd_hooks or point.bwd_hooks}):
+    if hooked := compat.hooked_points(model):
         return f"hooks are attached ({hooked[0]}), which Hugging Face's own attention might not fire"
     return None
 

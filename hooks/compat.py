@@ -62,6 +62,53 @@ def without_bridge(module: nn.Module) -> nn.Module:
     return module
 
 
+def strip_bridge(model: nn.Module) -> None:
+    """Takes all parts of a bridge out of a Hugging Face model, in place: what remains runs as transformers made it.
+
+    A bridge wraps the modules inside the model, adds biases of zeros, and replaces some of Falcon's methods by functions
+    that run the modules for which they were made, and none of their copies.
+    """
+    for name, child in list(model.named_children()):
+        inner = without_bridge(child)
+        if isinstance(inner, nn.Linear) and "bias" in dict(inner.named_buffers(recurse=False)):
+            del inner.bias
+            inner.register_parameter("bias", None)
+        if getattr(vars(inner).get("forward"), "__module__", "").startswith("transformer_lens"):
+            del inner.forward
+        setattr(model, name, inner)
+        strip_bridge(inner)
+
+
+def matrices_of(bridge: Any) -> list[dict[str, str]]:
+    """Returns for each layer the names, in the Hugging Face model, of its matrices q, k, v, o, gate, up and down.
+
+    A fused matrix stands for each part. Layers have those that TransformerLens maps: none of the MLP where it consists
+    of experts, and no gate where the MLP has none.
+    """
+    found: list[dict[str, str]] = []
+    for block in bridge.blocks:
+        attention, mlp = block.attn, block.mlp
+        within = {name: getattr(attention, name).name for name in ("q", "k", "v", "o")}
+        if hasattr(attention, "split_qkv_matrix"):
+            within |= dict.fromkeys(("q", "k", "v"), attention.qkv.name)
+        matrices = {name: f"{block.name}.{attention.name}.{own}" for name, own in within.items()}
+        if hasattr(mlp, "in") and hasattr(mlp, "out"):  # what experts have in their place: a router, called `gate`
+            parts = {"gate": "gate", "up": "in", "down": "out"}
+            within = {name: getattr(mlp, part).name for name, part in parts.items() if hasattr(mlp, part)}
+            if hasattr(mlp, "split_gate_up_matrix"):
+                within |= dict.fromkeys(("gate", "up"), mlp.fused_attr)
+            stem = f"{block.name}.{mlp.name}" if mlp.name else block.name  # OPT has its parts in the layer itself
+            matrices |= {name: f"{stem}.{own}" for name, own in within.items()}
+        found.append(matrices)
+    return found
+
+
+def accepted(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those options that the forward pass of a Hugging Face model names: BLOOM takes no `position_ids`."""
+    named = signature(type(getattr(model, "func", model)).forward).parameters
+    return {name: value for name, value in options.items() if name in named}
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether anything is registered that would see or change what the module takes or gives."""
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -221,6 +268,14 @@ def is_copy_for_mlp(model: Any, name: str) -> bool:
     return point is not None and name.endswith(".hook_resid_mid") and point.name != name
 
 
+def has_fused_attention(bridge: Any) -> bool:
+    """Whether transformers computes the attention of a bridge's model by PyTorch's kernel as it does without it.
+
+    Its "sdpa" leaves the caps of scores out (Gemma 2), and classes say whether they know it (GPT-OSS has sinks).
+    """
+    return bool(wrapped(bridge)._supports_sdpa) and not getattr(bridge.cfg, "attn_scores_soft_cap", None)
+
+
 def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
     """Makes an attention function known to transformers, with the masks of "sdpa", which fused attention takes."""
     AttentionInterface.register(name, function)
@@ -365,6 +420,16 @@ _HOOKS = (
     "bwd_hooks",
 )
 """Where PyTorch keeps the hooks of a module, in dictionaries to which handles refer; then TransformerLens, in lists."""
+
+
+def hooked_points(bridge: Any) -> list[str]:
+    """Returns the hook points with a hook; those that a bridge attaches for its other points (OPT's MLP) do not count."""
+
+    def is_own(handle: Any) -> bool:
+        return getattr(handle.user_hook, "__module__", "").startswith("transformer_lens.model_bridge.")
+
+    points = bridge.hook_dict.items()
+    return sorted(name for name, point in points if not all(map(is_own, (*point.fwd_hooks, *point.bwd_hooks))))
 
 
 _LIBRARIES = ("transformer_lens", "transformers", "accelerate", "peft", "torch")
@@ -554,13 +619,17 @@ def _normed(norm: Any, residual: Tensor, **options: Any) -> Tensor:
     return norm.hook_out(component(norm)(norm.hook_in(residual)))
 
 
-def skip_unread(model: Any) -> None:
+def skip_unread(model: Any) -> bool:
     """Makes the last layer's MLP compute only the positions that the keyword `read` names, if it is given, for good.
 
-    The others reach no logits that are read. For Llama, Qwen2, Qwen3 and Mistral, whose layers are alike.
+    The others reach no logits that are read. For Llama, Qwen2, Qwen3 and Mistral, whose layers are alike; others stay
+    as they are. Returns whether the model takes the keyword.
     """
-    layer = model.model.layers[-1]
-    vars(layer)["forward"] = partial(_last_layer, layer)
+    alike = type(model).__name__ in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+    if alike:
+        layer = model.model.layers[-1]
+        vars(layer)["forward"] = partial(_last_layer, layer)
+    return alike
 
 
 def _last_layer(layer: Any, residual: Tensor, *, read: Tensor | None = None, **options: Any) -> Tensor:
@@ -687,6 +756,17 @@ def remember_fused(bridge: Any) -> None:
     """Notes what the fused projections of a bridge are, from which it has just split queries, keys and values."""
     samples = {layer: _sample_of_fused(block) for layer, block in enumerate(bridge.blocks)}
     _FUSED[bridge] = {layer: sample for layer, sample in samples.items() if sample is not None}
+
+
+def split_anew(bridge: Any) -> None:
+    """Gives a bridge the queries, keys and values of its fused projections as these are now, in place."""
+    for block in bridge.blocks:
+        attention: Any = block.attn
+        if (split := getattr(attention, "split_qkv_matrix", None)) is not None:
+            with torch.no_grad(), _Undrawn():
+                for name, fused in zip(("q", "k", "v"), split(component(attention)), strict=True):
+                    component(getattr(attention, name)).weight.copy_(fused.weight)
+    remember_fused(bridge)
 
 
 def fused_left_behind(bridge: Any) -> int | None:

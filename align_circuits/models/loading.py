@@ -73,8 +73,8 @@ FILES: tuple[str, ...] = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinj
 MOST_ADAPTERS = 8
 """How many adapters may be the base of one another."""
 
-FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
-"""Modules that compute queries, keys and values in one projection."""
+FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv", "gate_up_proj")
+"""Modules that compute queries, keys and values, or both inputs of a gated MLP, in one projection."""
 
 
 @checked
@@ -414,7 +414,10 @@ def _read_adapter(
                 f"the adapter in {str(folder)!r} cannot be used ({_short(error)}): correct adapter_config.json, or "
                 "download the folder again"
             ) from error
-    return _without_peft(model)
+    plain = _without_peft(model)
+    if any(hasattr(module, "base_layer") for name, module in plain.named_modules() if name.endswith(FUSED)):
+        return model.merge_and_unload()  # a bridge splits copies of the base's weights
+    return plain
 
 
 def _without_peft(model: Any) -> PreTrainedModel:

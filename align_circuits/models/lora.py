@@ -3,31 +3,32 @@
 import copy
 import importlib.util
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from align_circuits.hooks import compat
-from align_circuits.hooks.attention import why_not_fast
+from align_circuits.hooks.attention import why_not_plain
 from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import BUNDLED, is_gguf
 from align_circuits.models.quantization import keep_exact
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-"""Llama's matrices, without the suffix `_proj`."""
+"""The matrices of a layer: of attention, and of an MLP with or without a gate."""
 
 
 def unwrapped(bridge: Any) -> PreTrainedModel:
     """Returns the plain Hugging Face model inside a bridge, as a copy that shares its weights, frozen."""
-    if reason := why_not_fast(bridge):
+    if reason := why_not_plain(bridge):
         raise ValueError(f"this model cannot be tuned: {reason}")
     original = compat.wrapped(bridge)
-    if any(hasattr(module, "base_layer") for module in original.modules()):
+    if any(hasattr(module, "base_layer") or hasattr(module, "is_tuned") for module in original.modules()):
         raise ValueError(
             "the model has an adapter already: merge it first (merge_and_unload) and load the merged model"
         )
@@ -43,20 +44,11 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
         for weight in original.parameters()
     }
     model = sharing(original, frozen)
-
-    # A bridge wraps its components in place, inside the Hugging Face model: PEFT must see plain layers.
-    def strip(module: nn.Module) -> None:
-        for name, child in list(module.named_children()):
-            inner = compat.without_bridge(child)
-            buffers = dict(inner.named_buffers(recurse=False))
-            if isinstance(inner, nn.Linear) and "bias" in buffers:  # zeros that the bridge added
-                del inner.bias
-                inner.register_parameter("bias", None)
-            setattr(module, name, inner)
-            strip(inner)
-
-    strip(model)
-    model.set_attn_implementation("sdpa")
+    compat.strip_bridge(model)
+    if compat.has_fused_attention(bridge):
+        model.set_attn_implementation("sdpa")
+    for rotary in compat.rotating_by_length([*model.modules()]):
+        compat.rotate_by_prompt(rotary)
     model.name_or_path = _name_of(bridge)
     return model
 
@@ -80,6 +72,7 @@ def _is_local(name: str) -> bool:
 
 def with_adapter(
     model: PreTrainedModel,
+    matrices: Sequence[Mapping[str, str]],
     *,
     names: Sequence[str],
     layers: Sequence[int] | None,
@@ -92,6 +85,7 @@ def with_adapter(
 
     Args:
         model: A Hugging Face model; all its weights become frozen.
+        matrices: For each layer where it has its matrices (`compat.matrices_of`).
         names: The matrices to adapt, of `PROJECTIONS`.
         layers: The layers to adapt, from 0; None for all.
         r: The rank.
@@ -100,22 +94,34 @@ def with_adapter(
         seed: Fixes LoRA's first matrices; the second ones start at 0.
 
     Raises:
-        ValueError: No such layer or matrix, or a rank above the size of the matrices.
+        ValueError: No such layer or matrix, a part of a fused matrix, or a rank above the size of the matrices.
     """
     from peft import LoraConfig, get_peft_model  # importing it takes seconds, and few calls need it
 
-    n_layers = int(model.config.num_hidden_layers)
+    n_layers = len(matrices)
     if layers is not None and (not layers or not all(0 <= layer < n_layers for layer in layers)):
         raise ValueError(f"layers={tuple(layers)}: the model has layers 0 to {n_layers - 1}")
-    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if missing := [name for name in names if f"{name}_proj" not in modules]:
-        raise ValueError(
-            f"a {type(model).__name__} has no {missing[0]}_proj: only decoders with separate projections can be tuned, "
-            "such as Llama, Qwen2, Qwen3 and Mistral"
-        )
-    projections = tuple(f"{name}_proj" for name in names)
-    adapted: list[Any] = [module for name, module in model.named_modules() if name.endswith(projections)]
-    largest = max(max(module.in_features, module.out_features) for module in adapted)
+    chosen: set[str] = set()
+    for layer in range(n_layers) if layers is None else layers:
+        of_layer = matrices[layer]
+        if missing := [name for name in names if name not in of_layer]:
+            raise ValueError(
+                f"layer {layer} of this {type(model).__name__} has no matrix {missing[0]!r} to adapt (a mixture of "
+                f"experts has none in its MLPs): give projections among {', '.join(of_layer)}"
+            )
+        in_layer = {of_layer[name] for name in names}
+        if left_out := [name for name, own in of_layer.items() if own in in_layer and name not in names]:
+            fused = of_layer[left_out[0]]
+            together = [name for name, own in of_layer.items() if own == fused]
+            raise ValueError(
+                f"a {type(model).__name__} computes {', '.join(together)} by one matrix ({fused}): give all of them as "
+                f"projections, or none, not {', '.join(names)}"
+            )
+        chosen |= in_layer
+    adapted: list[Any] = [model.get_submodule(name) for name in chosen]
+    short = {name.rpartition(".")[2] for name in chosen}
+    are_all = chosen == {name for name, _ in model.named_modules() if name.rpartition(".")[2] in short}
+    largest = max(max(module.weight.shape) for module in adapted)
     if r > largest:
         raise ValueError(
             f"r={r:,}: the matrices to adapt have at most {largest:,} rows or columns; give a smaller rank"
@@ -125,8 +131,8 @@ def with_adapter(
         lora_alpha=alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=dropout,
         task_type="CAUSAL_LM",  # pyright: ignore[reportArgumentType]
-        target_modules=[f"{name}_proj" for name in names],
-        layers_to_transform=None if layers is None else list(layers),
+        target_modules=sorted(short if are_all else chosen),
+        fan_in_fan_out=isinstance(adapted[0], Conv1D),
     )
     devices = [model.device] if model.device.type == "cuda" else []
     alone = one_thread_at_a_time(lambda: [torch.default_generator])
@@ -136,32 +142,67 @@ def with_adapter(
         return get_peft_model(model, lora)
 
 
+def is_fused(matrices: Sequence[Mapping[str, str]]) -> bool:
+    """Whether a layer computes several projections by one matrix, of which a bridge splits copies."""
+    return any(len({*of_layer.values()}) < len(of_layer) for of_layer in matrices)
+
+
+def follow(model: PreTrainedModel, trained: PreTrainedModel) -> Callable[[Any], None]:
+    """Gives a plain model, which shares the weights of one with adapters, the sums of both, in memory of their own.
+
+    Returns:
+        A function that computes them again, from the adapters as they are then. It takes the bridge around the model.
+    """
+    layers: dict[str, Any] = {name: layer for name, layer in trained.named_modules() if hasattr(layer, "lora_A")}
+    sums: list[tuple[nn.Parameter, nn.Parameter, Any]] = []
+    for name, layer in layers.items():
+        weight = layer.base_layer.weight
+        own = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        model.get_submodule(name).weight = own
+        model.get_submodule(name).is_tuned = True  # to tune it again, its base must have a name
+        sums.append((own, weight, layer))
+
+    def renew(bridge: Any) -> None:
+        with torch.no_grad():
+            for own, weight, layer in sums:
+                own.copy_(weight + layer.get_delta_weight(layer.active_adapters[0]))
+        compat.split_anew(bridge)
+
+    return renew
+
+
 def quantise(model: PreTrainedModel) -> None:
     """Replaces the frozen matrices inside the layers by NF4 (Dettmers et al., 2023), in place.
 
     Raises:
         ImportError: Without bitsandbytes.
-        ValueError: As `keep_exact`.
+        ValueError: As `keep_exact`, or no matrix is a linear layer of PyTorch's own, as in GPT-2 and Falcon.
     """
+    head = model.get_output_embeddings()
+    matrices: list[tuple[nn.Module, str, nn.Linear]] = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if type(child) is nn.Linear and child is not head and not child.weight.requires_grad
+    ]
+    if not matrices:
+        raise ValueError(f"four_bit: a {type(model).__name__} has no linear layers of PyTorch's own; leave it out")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError("four_bit needs bitsandbytes: pip install 'align-circuits[four-bit]', or leave it out")
     import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
 
-    head = model.get_output_embeddings()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child is not head and not child.weight.requires_grad:
-                narrow = bnb.nn.Linear4bit(  # on "meta": elsewhere its initial weights would be drawn at random
-                    child.in_features,
-                    child.out_features,
-                    child.bias is not None,
-                    torch.bfloat16,
-                    quant_type="nf4",
-                    device="meta",
-                )
-                narrow.weight = bnb.nn.Params4bit(child.weight.detach().clone(), requires_grad=False, quant_type="nf4")
-                narrow.bias = child.bias
-                setattr(module, name, narrow.to(child.weight.device))
+    for module, name, child in matrices:
+        narrow = bnb.nn.Linear4bit(  # on "meta": elsewhere its initial weights would be drawn at random
+            child.in_features,
+            child.out_features,
+            child.bias is not None,
+            torch.bfloat16,
+            quant_type="nf4",
+            device="meta",
+        )
+        narrow.weight = bnb.nn.Params4bit(child.weight.detach().clone(), requires_grad=False, quant_type="nf4")
+        narrow.bias = child.bias
+        setattr(module, name, narrow.to(child.weight.device))
     keep_exact(model)
 
 

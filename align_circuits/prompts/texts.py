@@ -255,8 +255,10 @@ _BYTE_OF |= {chr(0x100 + n): byte for n, byte in enumerate(byte for byte in rang
 def text_of_token(tokenizer: Any, token: int) -> str:
     """Returns the text of a token; bytes that are only a part of a character as `<0xE4>`, not as "\ufffd"."""
     text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    spelled = tokenizer.convert_ids_to_tokens(token) or ""
+    if "▁" in spelled and "▁" not in text:  # SentencePiece's decoder leaves out the space before a first word
+        return spelled.replace("▁", " ")
     if "\ufffd" in text:
-        spelled = tokenizer.convert_ids_to_tokens(token)
         if _BYTE.fullmatch(spelled):
             return spelled
         if all(letter in _BYTE_OF for letter in spelled):

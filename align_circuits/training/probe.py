@@ -39,6 +39,7 @@ class Probe:
         folder: Where the files go; None keeps the results in memory.
         scored: The relations that heads are scored on, as far as the prompts have them.
         edits: What is changed while the model runs.
+        options: The engine.
     """
 
     def __init__(
@@ -46,19 +47,20 @@ class Probe:
         model: HookedModel,
         prompts: Mapping[bool, Prompts],
         folder: Path | None,
-        scored: Sequence[str] = PROBED,
-        edits: Sequence[Edit] = (),
+        scored: Sequence[str],
+        edits: Sequence[Edit],
+        options: RunOptions,
     ):
         self.model, self.prompts, self.folder, self.scored, self.edits = model, prompts, folder, scored, edits
+        self.options = options
         self._results: dict[int, tuple[pd.DataFrame, dict[str, ndarray]]] = {}
 
     def measure(self, step: int) -> dict[str, float]:
         """Measures the model, keeps the results, and returns their summary for the log."""
         passes = {ood: OnePass(self.model, prompts, self._metrics(prompts)) for ood, prompts in self.prompts.items()}
         # In and out of distribution most of a prompt is the same: the examples, of which only the last differs.
-        forward_alike(
-            self.model, [both.rows for both in passes.values()], edits=self.edits, options=RunOptions(engine="fast")
-        )
+        rows = [both.rows for both in passes.values()]
+        forward_alike(self.model, rows, edits=self.edits, options=self.options)
         parts = [(ood, *_measured(self.prompts[ood], both)) for ood, both in passes.items()]
         keys = pd.concat([keys.assign(ood=ood) for ood, keys, _ in parts], ignore_index=True)
         numbers = {name: np.concatenate([part[name] for *_, part in parts]) for name in COLUMNS}

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from align_circuits.checks import checked
 from align_circuits.hooks import compat
-from align_circuits.hooks.attention import AttentionParts, take_parts
+from align_circuits.hooks.attention import AttentionParts, take_parts, why_not_fast
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.jobs.files import inside, writable_folder
@@ -27,10 +27,21 @@ from align_circuits.jobs.folders import replacing_in
 from align_circuits.jobs.identity import identity_of
 from align_circuits.jobs.jobs import code_version
 from align_circuits.models.loading import load
-from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
+from align_circuits.models.lora import (
+    PROJECTIONS,
+    follow,
+    is_fused,
+    quantise,
+    recompute,
+    save_adapter,
+    sharing,
+    unwrapped,
+    with_adapter,
+)
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance, parameters_of
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
+from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task
@@ -103,8 +114,8 @@ class TuneConfig:
     dropout: float = 0.05
     """The dropout probability at LoRA's input."""
     projections: tuple[str, ...] | None = None
-    """Which matrices are tuned, of q, k, v, o, gate, up and down. Default: q, k and v, or q and k if `layers` is
-    given."""
+    """Which matrices are tuned, of q, k, v, o, gate, up and down (an MLP without a gate has the last two). Default: q,
+    k and v, or q and k if `layers` is given."""
     layers: int | tuple[int, ...] | None = None
     """Which layers are tuned, from 0; all by default. The paper tunes single layers such as 13."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -192,7 +203,8 @@ class TuneRun:
     """A finished tuning."""
 
     model: Any
-    """A `TransformerBridge`: the given model's weights, shared with it and frozen, and the adapter."""
+    """A `TransformerBridge`: the given model's weights, shared with it and frozen, and the adapter. Where the model
+    computes q, k and v by one matrix, the adapter is added to the weights that it adapts, in memory of their own."""
     table: Table
     """The probes, keyed by step, ood (whether the test inputs are random permutations), metric, kind, offset,
     level, layer and head. Metrics of the model (accuracy, log_prob, and the references) have the level "model"; those
@@ -254,11 +266,13 @@ def tune(
     on from the last probe of a run that was killed, and ends as if it had not been, bit for bit.
 
     The loss is the mean over output tokens of -log p(token): of the last example, given the k examples before it
-    (Eq. 3), or of single examples (Eq. 4). Training runs Hugging Face's own model with fused attention; logits and the
-    last MLP are computed only where the loss reads them, and gradients flow no deeper than the lowest tuned layer.
+    (Eq. 3), or of single examples (Eq. 4). Training runs Hugging Face's own model, with fused attention where that is
+    exact; logits (of Llama, Qwen2, Qwen3 and Mistral also the last MLP) are computed only where the loss reads them, and
+    gradients flow no deeper than the lowest tuned layer.
 
     Args:
-        model: What `load` returns, for a decoder with separate q, k and v projections (Llama, Qwen2, Qwen3, Mistral).
+        model: What `load` returns. Of a mixture of experts attention alone is adapted. A matrix that computes several
+            projections, as GPT-2's of q, k and v, is adapted as a whole: `projections` has all of them.
         task: What the model learns: a task, or prompts. Probes of a `Seq2SeqTask` are drawn in and out of
             distribution, with unseen test examples; for `"standard"` without in-context examples. Probes of other tasks
             are other prompts of the task; of prompts, a fifth of them is held out and never learned from (related
@@ -278,8 +292,8 @@ def tune(
     Raises:
         KeyError: Heads clamped by a relation that the prompts do not have.
         ValueError: The method does not fit the task, or the model cannot be tuned: no TransformerLens bridge, hooks
-            attached, an adapter already there, no such layer or head, no tokenizer; or `out` holds another run, or one
-            of other code.
+            attached, an adapter already there, no such layer, matrix or head, no tokenizer, clamps on a model that the
+            fast engine does not run; or `out` holds another run, or one of other code.
         ImportError: `four_bit` without bitsandbytes.
         FloatingPointError: A loss or gradient that is not finite.
     """
@@ -291,11 +305,16 @@ def tune(
     data = _TuningData.of(model, task, config, seed)
     for prompts in data.probes.values():
         changes_of(clamps, model, BatchContext.all_of(prompts))  # raises here, before anything is written
+    reason = why_not_fast(model)
+    if clamps and reason:
+        raise ValueError(f"heads of this model cannot be clamped while it is tuned: {reason}")
     folder = None if out is None else writable_folder(out)
     kept = folder if state is None else writable_folder(state)
-    trained = unwrapped(model)
+    trained, matrices = unwrapped(model), compat.matrices_of(model)
+    plain = sharing(trained, {id(weight): weight for weight in trained.parameters()})
     adapted = with_adapter(
         trained,
+        matrices,
         names=config.matrices,
         layers=config.chosen_layers,
         r=config.r,
@@ -304,8 +323,12 @@ def tune(
         seed=seed,
     )
     # Probes run on a bridge around the same parameters, adapter included: what training changes, they see at once,
-    # while training itself pays for no hooks.
-    probed = sharing(trained, {id(weight): weight for weight in trained.parameters()})
+    # while training itself pays for no hooks. A bridge splits fused matrices, which then must be plain.
+    renew = None
+    if is_fused(matrices):
+        renew, probed = follow(plain, trained), plain
+    else:
+        probed = sharing(trained, {id(weight): weight for weight in trained.parameters()})
     bridge = load(probed, tokenizer=data.tokenizer)
     if config.four_bit:
         quantise(trained)
@@ -314,18 +337,25 @@ def tune(
     if clamps:
         take_parts(trained)
     # Dropout in the last MLP would be drawn for fewer positions.
-    if not (config.dropout and {"gate", "up", "down"} & {*config.matrices}):
-        compat.skip_unread(trained)
+    skips = not (config.dropout and {"gate", "up", "down"} & {*config.matrices}) and compat.skip_unread(trained)
     compat.fuse_adapters(trained)
-    probe = Probe(bridge, data.probes, kept and writable_folder(inside(kept, "probes")), data.scored, clamps)
+    engine = "reference" if reason else "fast"
+    options = RunOptions(engine=engine)
+    probe = Probe(bridge, data.probes, kept and writable_folder(inside(kept, "probes")), data.scored, clamps, options)
+
+    def measure(_: nn.Module, step: int) -> Mapping[str, float]:
+        if renew is not None:
+            renew(bridge)
+        return probe.measure(step)
+
     run = train(
         trained,
         data.clamped_batch if clamps else data.batch,
-        partial(_clamped_loss, bridge, clamps) if clamps else _loss,
+        partial(_clamped_loss, bridge, clamps, skips=skips) if clamps else partial(_loss, skips=skips),
         config.train_config(),
         seed=seed,
         out=kept and inside(kept, "training"),
-        metrics=lambda _, step: probe.measure(step),
+        metrics=measure,
         progress=progress,
         recipe=json.loads(json.dumps({"task": data.record, "config": asdict(config), **edits_provenance(clamps)}))
         | {"code": code_version(f"{__name__}:tune")},
@@ -340,7 +370,7 @@ def tune(
         },
         model=model_provenance(model),
         data={"task": dict(data.probes[False].task), "digest": [prompts.digest for prompts in data.probes.values()]},
-        engine="fast",
+        engine=engine,
     )
     table = probe.table(run.log["step"].tolist(), provenance)
     if folder is not None:
@@ -474,21 +504,25 @@ class _TuningData:
         return prompts.tokens[:, : int(target[-1])], target - 1, prompts.tokens[:, target]
 
 
-def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
+def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...], *, skips: bool = False) -> Float[Tensor, ""]:
+    """The loss; with `skips` the model takes the keyword of `compat.skip_unread`."""
     ids, positions, labels, *padded = batch
-    inputs = {}
+    options: dict[str, Any] = {"logits_to_keep": positions, "use_cache": False}
     if padded:  # Hugging Face counts positions from the padding unless it is told not to
         mask = padded[0].long()
-        inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    logits = model(ids, logits_to_keep=positions, read=positions, use_cache=False, **inputs).logits
+        options |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    options = compat.accepted(model, options) | ({"read": positions} if skips else {})
+    logits = model(ids, **options).logits
+    if "logits_to_keep" not in options:
+        logits = logits[:, positions]
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
 def _clamped_loss(
-    bridge: Any, clamps: Sequence[Clamp], model: nn.Module, batch: tuple[tuple[Tensor, ...], Prompts]
+    bridge: Any, clamps: Sequence[Clamp], model: nn.Module, batch: tuple[tuple[Tensor, ...], Prompts], *, skips: bool = False
 ) -> Float[Tensor, ""]:
     """The loss while heads are clamped; `bridge` knows the model's shape."""
     tensors, prompts = batch
     context = BatchContext(prompts, torch.arange(len(prompts)), slice(0, tensors[0].shape[1]))
     parts = AttentionParts(changes_of(clamps, bridge, context))
-    return _loss(partial(model, attention_parts=parts), tensors)
+    return _loss(partial(model, attention_parts=parts), tensors, skips=skips)

@@ -31,6 +31,9 @@ def rows_of(linear: Any) -> tuple[int, int]:
     return shape if type(linear).__name__ == "Conv1D" else shape[::-1]
 
 
+SITES = ("resid_pre", "q", "k", "v", "z", "attn_out", "mlp_out", "resid_post")
+
+
 class Plain:
     """A model that runs one prompt at a time, so that nothing is padded."""
 
@@ -45,6 +48,7 @@ class Plain:
             for child in owner.children()
             if isinstance(child, nn.ModuleList) and len(child) == self.hf.config.num_hidden_layers
         )
+        self._kept: dict[tuple[int, ...], dict[Place, Tensor]] = {}
         self.norm, self.unembed = first(stack, NORM), self.hf.get_output_embeddings()
         self.attention = [
             next(x for x in layer.modules() if first(x, (*FUSED, "q_proj")) is not None) for layer in self.layers
@@ -86,17 +90,37 @@ class Plain:
             return first(mlp, DOWN) or mlp, False
         return first(self.attention[layer], (f"{site}_proj", *FUSED)), False
 
+    @torch.no_grad()
+    def kept(self, text: Sequence[int]) -> dict[Place, Tensor]:
+        """All activations of a run without changes, which is made once."""
+        if (key := tuple(text)) not in self._kept:
+            places = [(site, layer) for site in SITES for layer in range(len(self.layers))]
+            self._kept[key] = self.run(text, (), places)[1]
+        return self._kept[key]
+
     def run(
         self, text: Sequence[int], changes: Sequence[Change] = (), keep: Sequence[Place] = (), **options: Any
     ) -> tuple[Tensor, dict[Place, Tensor], Any]:
         """Logits `[pos d_vocab]`, activations by place, each `[1 pos width]`, and the attention of the layers."""
+        logits, kept, attention = self._run(text, [changes], keep, **options)
+        return logits[0], kept, attention
+
+    def side_by_side(self, text: Sequence[int], sets: Sequence[Sequence[Change]]) -> Tensor:
+        """Logits `[set pos d_vocab]` of as many runs of one text, each with changes of its own."""
+        return self._run(text, sets, ())[0]
+
+    def _run(
+        self, text: Sequence[int], sets: Sequence[Sequence[Change]], keep: Sequence[Place], **options: Any
+    ) -> tuple[Tensor, dict[Place, Tensor], Any]:
         kept: dict[Place, Tensor] = {}
 
         def changed(place: Place, activation: Tensor) -> Tensor:
-            for at, change in changes:
-                activation = change(activation) if at == place else activation
-            kept[place] = activation.clone()  # Falcon adds to what its MLP returns, in place
-            return activation
+            rows = list(activation.view(len(sets), len(text), -1).split(1))  # OPT's MLP has all tokens in one row
+            for row, changes in enumerate(sets):
+                for at, change in changes:
+                    rows[row] = change(rows[row]) if at == place else rows[row]
+            kept[place] = torch.cat(rows)  # a copy, since Falcon adds to what its MLP returns, in place
+            return kept[place].clone().view(activation.shape)
 
         def before(place: Place, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:
@@ -109,7 +133,7 @@ class Plain:
             return changed(place, output)
 
         handles = []
-        for place in {*keep, *(place for place, _ in changes)}:
+        for place in {*keep, *(place for changes in sets for place, _ in changes)}:
             module, reads = self.module(*place)
             handles.append(
                 module.register_forward_pre_hook(partial(before, place), with_kwargs=True)
@@ -117,11 +141,11 @@ class Plain:
                 else module.register_forward_hook(partial(after, place))
             )
         try:
-            output = self.hf(torch.tensor([list(text)]), **options)
+            output = self.hf(torch.tensor([list(text)] * len(sets)), **options)
         finally:
             for handle in handles:
                 handle.remove()
-        return output.logits[0], kept, getattr(output, "attentions", None)
+        return output.logits, kept, getattr(output, "attentions", None)
 
     def put(self, site: str, head: int | None, value: Tensor) -> Callable[[Tensor], Tensor]:
         """What gives a head, or all of a site, its part of a value."""

@@ -2,15 +2,15 @@
 
     python tests/architectures/table.py --write
 
-All of it is what `test_conformance.py` holds every architecture to: where a reason stands here, the test asks for a
-refusal with it, and where none stands, for the numbers of plain Hugging Face.
+All of it is what `test_conformance.py` and `test_tune.py` hold every architecture to: where a reason stands here, the
+tests ask for a refusal with it, and where none stands, for the numbers of plain Hugging Face.
 """
 
 # ruff: noqa: T201
 import sys
 from pathlib import Path
 
-from verbs import REFUSED, REFUSED_AT_LOAD, VERBS
+from verbs import REFUSED, REFUSED_AT_LOAD, TUNED, VERBS
 from zoo import ARCHITECTURES, NOT_DECODERS
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ EQUAL = "equal"
 def table() -> str:
     """A row for each architecture, a column for verbs that refuse the same."""
     columns: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for verb in VERBS:
+    for verb in (*VERBS, *TUNED):
         columns.setdefault(tuple(REFUSED.get(verb, {}).items()), []).append(verb)
     equal = columns.pop(())
     reasons = dict.fromkeys(REFUSED_AT_LOAD.values()) | dict.fromkeys(

@@ -28,6 +28,14 @@ LOG_PROB = {"metric": "log_prob", "kind": "all"}
 Both = tuple[Any, Any]
 """What a verb finds, and what is right."""
 
+Changes = Callable[[int], Sequence[Change]]
+"""Of a run of each prompt."""
+
+
+def unchanged(_: int) -> Sequence[Change]:
+    """No changes."""
+    return ()
+
 
 class Case:
     """A model in a bridge, and its twin."""
@@ -45,48 +53,55 @@ class Case:
     @cached_property
     def means(self) -> dict[Any, Tensor]:
         """Of outputs of heads, over all tokens from which something is predicted."""
-        kept = self.kept(self.texts, [("z", 0), ("z", 1)])
-        return {place: torch.cat([each[place][0, :-1] for each in kept]).mean(0) for place in kept[0]}
+        kept = self.kept(self.texts)
+        return {place: torch.cat([each[place][0, :-1] for each in kept]).mean(0) for place in (("z", 0), ("z", 1))}
 
-    def log_prob(self, changes: Callable[[int], Sequence[Change]] | None = None, texts: Any = None) -> Tensor:
+    def log_prob(self, changes: "Changes" = unchanged, texts: Any = None) -> Tensor:
         """The mean log-probability of all targets, with changes by prompt."""
+        return self.log_probs([changes], texts)[0]
+
+    def log_probs(self, sets: "Sequence[Changes]", texts: Any = None) -> Tensor:
+        """The same for several changes `[set]`."""
         rows = []
         for index, (text, clean) in enumerate(zip(texts or self.texts, self.texts, strict=True)):
-            logits, _, _ = self.plain.run(text, changes(index) if changes else ())
-            rows.append(logits.log_softmax(-1)[range(len(text) - 1), clean[1:]])
-        return torch.cat(rows).mean()
+            logits = self.plain.side_by_side(text, [changes(index) for changes in sets])
+            rows.append(logits.log_softmax(-1)[:, range(len(text) - 1), clean[1:]])
+        return torch.cat(rows, 1).mean(1)
 
-    def kept(self, texts: Any, keep: Sequence[Any], changes: Any = None) -> list[dict[Any, Tensor]]:
+    def effects(self, sets: "Sequence[Changes]", texts: Any = None) -> Tensor:
+        """How much changes move it `[set]`."""
+        *changed, base = self.log_probs([*sets, unchanged], texts)
+        return torch.stack(changed) - base
+
+    def kept(self, texts: Any) -> list[dict[Any, Tensor]]:
         """Activations of each prompt."""
-        return [self.plain.run(text, changes(i) if changes else (), keep)[1] for i, text in enumerate(texts)]
+        return [self.plain.kept(text) for text in texts]
 
     @cached_property
     def function_vectors(self) -> list[float]:
-        values = self.kept(self.texts, [("z", 0), ("z", 1)])
-        mean = {p: torch.cat([each[p][0, :-1] for each in values]).mean(0) for p in values[0]}
-
-        def probability(layer: int = 0, head: int | None = None) -> Tensor:
+        def put(layer: int, head: int) -> list[Change]:
             def change(z: Tensor) -> Tensor:
-                if head is None:
-                    return z
-                new = self.plain.put("z", head, mean["z", layer].expand_as(z))(z)
+                new = self.plain.put("z", head, self.means["z", layer].expand_as(z))(z)
                 return torch.cat([new[:, :-1], z[:, -1:]], 1)
 
-            rows = []
-            for text, clean in zip(self.corrupted, self.texts, strict=True):
-                logits = self.plain.run(text, [(("z", layer), change)])[0]
-                rows.append(logits.softmax(-1)[range(len(text) - 1), clean[1:]])
-            return torch.cat(rows).mean()
+            return [(("z", layer), change)]
 
-        return [float(probability(*head) - probability()) for head in self.plain.heads]
+        rows, sets = [], [*(put(*head) for head in self.plain.heads), []]
+        for text, clean in zip(self.corrupted, self.texts, strict=True):
+            logits = self.plain.side_by_side(text, sets)
+            rows.append(logits.softmax(-1)[:, range(len(text) - 1), clean[1:]])
+        probability = torch.cat(rows, 1).mean(1)
+        return (probability[:-1] - probability[-1]).tolist()
 
-    def patched(self, site: str, layer: int, head: int | None) -> float:
-        """The effect of denoising one place."""
-        values = self.kept(self.texts, [(site, layer)])
-        change = self.log_prob(
-            lambda i: [((site, layer), self.plain.put(site, head, values[i][site, layer]))], self.corrupted
-        )
-        return float(change - self.log_prob(texts=self.corrupted))
+    def patched(self, places: "Sequence[tuple[str, int, int | None]]") -> list[float]:
+        """The effects of denoising single places."""
+
+        def put(site: str, layer: int, head: int | None) -> "Changes":
+            return lambda i: [
+                ((site, layer), self.plain.put(site, head, self.plain.kept(self.texts[i])[site, layer]))
+            ]
+
+        return self.effects([put(*place) for place in places], self.corrupted).tolist()
 
     def gradients(self, places: Sequence[Any]) -> list[dict[Any, Tensor]]:
         """Of the metric in the corrupted run."""
@@ -146,7 +161,7 @@ def captured(case: Case) -> Both:
     sites: list[Site] = ["resid_pre", "z", "resid_post", "attn_out", "mlp_out", "pattern"]
     found = {s: capture(case.model, case.prompts, [name_of(s, 1)], options=case.options)[name_of(s, 1)] for s in sites}
     kept, patterns, length = (
-        case.kept(case.texts, [(site, 1) for site in sites[:3]]),
+        case.kept(case.texts),
         attention(case),
         len(case.texts[0]),
     )
@@ -173,19 +188,23 @@ def explore(case: Case) -> Both:
     return shown, np.where(abs(shown - right) < 0.0051, shown, right)
 
 
-def without(case: Case, value: Callable[[Tensor], Tensor], head: tuple[int, int]) -> Tensor:
-    place = ("z", head[0])
-    return case.log_prob(lambda _: [(place, lambda z: case.plain.put("z", head[1], value(z).expand_as(z))(z))])
+def without_each(case: Case, value: Callable[[int, Tensor], Tensor]) -> list[float]:
+    """The effects of giving each head the value of its layer."""
+
+    def without(layer: int, head: int) -> Changes:
+        return lambda _: [(("z", layer), lambda z: case.plain.put("z", head, value(layer, z).expand_as(z))(z))]
+
+    return case.effects([without(*head) for head in case.plain.heads]).tolist()
 
 
 def ablate_heads(case: Case) -> Both:
     found, right = [], []
     means = case.means
-    kinds: Any = (("zero", lambda _: lambda z: 0 * z), ("mean", lambda layer: lambda _: means["z", layer]))
+    kinds: Any = (("zero", lambda _, z: 0 * z), ("mean", lambda layer, _: means["z", layer]))
     for how, value in kinds:
         table = ac.ablate_heads(case.model, case.prompts, how, metrics=["log_prob"], options=case.options)
         found.append(of_heads(table, metric="log_prob", kind="all"))
-        right.append([float(without(case, value(head[0]), head) - case.log_prob()) for head in case.plain.heads])
+        right.append(without_each(case, value))
     return found, right
 
 
@@ -198,7 +217,7 @@ def ablation_baseline(case: Case) -> Both:
 
 def patch_z(case: Case) -> Both:
     table = ac.patch_heads(case.model, case.pair, options=case.options)
-    return of_heads(table, **LOG_PROB), [case.patched("z", *head) for head in case.plain.heads]
+    return of_heads(table, **LOG_PROB), case.patched([("z", *head) for head in case.plain.heads])
 
 
 def patch_qkv(case: Case) -> Both:
@@ -207,9 +226,8 @@ def patch_qkv(case: Case) -> Both:
     for site in get_args(Literal["q", "k", "v"]):
         table = ac.patch_heads(case.model, case.pair, sites=[site], options=case.options)
         found.append(of_heads(table, **LOG_PROB))
-        right.append(
-            [case.patched(site, layer, head // (1 if site == "q" else shared)) for layer, head in case.plain.heads]
-        )
+        heads = [(layer, head // (1 if site == "q" else shared)) for layer, head in case.plain.heads]
+        right.append(case.patched([(site, *head) for head in heads]))
     return found, right
 
 
@@ -221,7 +239,7 @@ def patch_sites(case: Case) -> Both:
         for site in sites
         for layer in (0, 1)
     ]
-    return found, [case.patched(site, layer, None) for site in sites for layer in (0, 1)]
+    return found, case.patched([(site, layer, None) for site in sites for layer in (0, 1)])
 
 
 def steer(case: Case) -> Both:
@@ -238,7 +256,7 @@ def steer(case: Case) -> Both:
 def clamp(case: Case) -> Both:
     """Attention to the token before alone, from each token but a prompt's first, whose attention stays."""
     shared, place = case.plain.n_heads // case.plain.n_keys, case.plain.columns("z", 2)
-    values = case.kept(case.texts, [("v", 1)])
+    values = case.kept(case.texts)
 
     def change(index: int) -> list[Change]:
         v = values[index]["v", 1][..., case.plain.columns("v", 2 // shared)]
@@ -262,24 +280,19 @@ def interchange_accuracy(case: Case) -> Both:
     of_clean = replace(pair.clean, answer_tokens=tokens, correct=clean[:, None] == tokens)
     of_other = replace(pair.corrupted, answer_tokens=tokens, own_correct=corrupted[:, None] == tokens)
     table = ac.interchange_accuracy(case.model, ac.Pair(of_clean, of_other), options=case.options)
-    values = case.kept(case.texts, [("z", layer) for layer in (0, 1)])
-    right: list[list[float]] = [[], []]
-    for layer, head in case.plain.heads:
-        said = torch.cat(
-            [
-                case.plain.run(text, [(("z", layer), case.plain.put("z", head, values[i]["z", layer]))])[0][:-1]
-                for i, text in enumerate(case.corrupted)
-            ]
-        ).argmax(-1)
-        for answers, shares in zip((clean, corrupted), right, strict=True):
-            shares.append(float((said == answers)[clean != corrupted].double().mean()))
+    said = []
+    for text, values in zip(case.corrupted, case.kept(case.texts), strict=True):
+        sets = [[(("z", layer), case.plain.put("z", head, values["z", layer]))] for layer, head in case.plain.heads]
+        said.append(case.plain.side_by_side(text, sets)[:, :-1].argmax(-1))
+    differs = clean != corrupted
+    right = [(torch.cat(said, 1) == answers)[:, differs].double().mean(1) for answers in (clean, corrupted)]
     return [of_heads(table, metric=name) for name in ("interchange", "corrupted_correct")], right
 
 
 def attributed(case: Case, sites: Any) -> Both:
     """AtP: gradients in the corrupted run, times what a patch would change."""
     found, right, places = [], [], [(site, layer) for site in sites for layer in (0, 1)]
-    slopes, clean, base = case.gradients(places), case.kept(case.texts, places), case.kept(case.corrupted, places)
+    slopes, clean, base = case.gradients(places), case.kept(case.texts), case.kept(case.corrupted)
     for site in sites:
         found.append(of_heads(ac.attribute_heads(case.model, case.pair, sites=[site], options=case.options)))
         shared = case.plain.n_heads // case.plain.n_keys if site in "kv" else 1
@@ -314,7 +327,7 @@ def atp_star(case: Case) -> Both:
     for site in get_args(Literal["q", "k"]):
         table = ac.attribute_heads(case.model, case.pair, method="atp_star", sites=[site], options=case.options)
         found.append(of_heads(table))
-        clean = case.kept(case.texts, [(site, layer) for layer in (0, 1)])
+        clean = case.kept(case.texts)
         scores = np.zeros((2, case.plain.n_heads))
         for index, text in enumerate(case.corrupted):
             for layer in (0, 1):
@@ -365,7 +378,7 @@ def with_edges(case: Case, edges: Sequence[tuple[str, str]], text: Sequence[int]
     """
     plain, changes = case.plain, list[Change]()
     places = [sender(name)[:2] for name, _ in edges]
-    theirs = plain.run(other, (), places)[1]
+    theirs = plain.kept(other)
     for reads in dict.fromkeys(name for _, name in edges):
         now = plain.run(text, changes, places)[1]
         moved = torch.zeros(())
@@ -385,8 +398,10 @@ def moved_edge(case: Case, text: Sequence[int], reads: str, moved: Tensor, more:
     plain, (site, layer, head) = case.plain, receiver(reads)
     if site == "resid_post":
         return [*more, ((site, layer), lambda x: x + moved)]
-    now = plain.run(text, more, [("attn_out", layer)])[1]["attn_out", layer].detach()
-    held: list[Change] = [(("attn_out", layer), lambda _: now)] if site == "mlp_out" else []
+    held: list[Change] = []
+    if site == "mlp_out":
+        now = plain.run(text, more, [("attn_out", layer)])[1]["attn_out", layer].detach()
+        held = [(("attn_out", layer), lambda _: now)]
     shifted = [*more, (("resid_pre", layer), lambda x: x + moved), *held]
     value = plain.run(text, shifted, [(site, layer)])[1][site, layer]
     return [*more, ((site, layer), plain.put(site, head, value))]
@@ -400,15 +415,10 @@ def edges_of(case: Case) -> list[tuple[str, str]]:
 
 def patch_edges(case: Case) -> Both:
     table = ac.patch_edges(case.model, case.pair, edges=edges_of(case), options=case.options)
-    return by_edge(case, table), [
-        float(
-            case.log_prob(
-                lambda i, edge=edge: with_edges(case, [edge], case.corrupted[i], case.texts[i]), case.corrupted
-            )
-            - case.log_prob(texts=case.corrupted)
-        )
-        for edge in edges_of(case)
+    sets: Any = [
+        lambda i, edge=edge: with_edges(case, [edge], case.corrupted[i], case.texts[i]) for edge in edges_of(case)
     ]
+    return by_edge(case, table), case.effects(sets, case.corrupted)
 
 
 def by_edge(case: Case, table: ac.Table) -> list[float]:
@@ -418,36 +428,31 @@ def by_edge(case: Case, table: ac.Table) -> list[float]:
 def attribute_edges(case: Case) -> Both:
     """EAP, and EAP-IG with two steps: the derivative of a patched edge, by the share of it that is patched."""
     found, right = [], []
-    embedded = [case.kept(texts, [("resid_pre", 0)]) for texts in (case.texts, case.corrupted)]
     methods: Any = (("eap", (1.0,)), ("eap_ig_inputs", (0.5, 1.0)))
     for method, shares in methods:
         table = ac.attribute_edges(case.model, case.pair, method=method, steps=len(shares), options=case.options)
         found.append(by_edge(case, table))
-        of_method = []
-        for edge in edges_of(case):
-            slopes = []
-            for share in shares:
-                with torch.enable_grad():
-                    factor = torch.zeros((), requires_grad=True)
-                    metric = case.log_prob(
-                        lambda i, at=(edge, factor, share): slope_of(case, i, *at, embedded), case.corrupted
-                    )
-                    slopes.append(float(torch.autograd.grad(metric, factor)[0]))
-            of_method.append(sum(slopes) / len(slopes))
-        right.append(of_method)
-    return found, right
+        with torch.enable_grad():
+            factors = torch.zeros(len(shares), len(edges_of(case)), requires_grad=True)
+            sets: Any = [
+                lambda i, at=(edge, factors[row, column], share): slope_of(case, i, *at)
+                for row, share in enumerate(shares)
+                for column, edge in enumerate(edges_of(case))
+            ]
+            (slopes,) = torch.autograd.grad(case.log_probs(sets, case.corrupted).sum(), factors)
+        right.append(slopes.mean(0))
+    return found, torch.stack(right)
 
 
-def slope_of(
-    case: Case, index: int, edge: tuple[str, str], factor: Tensor, share: float, embedded: Any
-) -> list[Change]:
+def slope_of(case: Case, index: int, edge: tuple[str, str], factor: Tensor, share: float) -> list[Change]:
     """The changes of a run with embeddings between the two, and a share `factor` of what the edge carries."""
     plain, place = case.plain, ("resid_pre", 0)
-    clean, corrupted = (each[index][place] for each in embedded)
+    theirs, own = (case.plain.kept(texts[index]) for texts in (case.texts, case.corrupted))
+    clean, corrupted = theirs[place], own[place]
     between: list[Change] = [(place, lambda _: clean + share * (corrupted - clean))]
     at, layer, head = sender(edge[0])
-    one, other = (plain.run(texts[index], (), [(at, layer)])[1][at, layer] for texts in (case.texts, case.corrupted))
-    moved = one - other if edge[0] == "input" else plain.written(head, layer, one - other)
+    moved = theirs[at, layer] - own[at, layer]
+    moved = moved if edge[0] == "input" else plain.written(head, layer, moved)
     return moved_edge(case, case.corrupted[index], edge[1], factor * moved, between)
 
 
@@ -455,7 +460,8 @@ def patch_paths(case: Case) -> Both:
     receivers = [reads for reads in ("L1H2.q", "M1", "logits") if reads in {to for _, to in edges_of(case)}]
     senders = ["input", "L0H1", "M0"]
     table: Any = ac.patch_paths(case.model, case.pair, senders=senders, receivers=receivers, options=case.options).frame
-    found, right, plain = [], [], case.plain
+    found, plain = list[float](), case.plain
+    sets: list[Changes] = []
     zs: list[Any] = [("z", 0), ("z", 1)]
     for name in senders:
         at, layer, head = sender(name)
@@ -465,17 +471,16 @@ def patch_paths(case: Case) -> Both:
             def changes(index: int, name=(at, layer, head), to=(site, of_layer, of_head)) -> list[Change]:
                 (at, layer, head), (site, of_layer, of_head) = name, to
                 text = case.corrupted[index]
-                base, source = plain.run(text, (), zs)[1], plain.run(case.texts[index], (), [(at, layer)])[1]
+                base, source = plain.kept(text), plain.kept(case.texts[index])
                 held: list[Change] = [(z, lambda _, z=z: base[z]) for z in zs]
                 held.append(((at, layer), plain.put(at, head, source[at, layer])))
                 value = plain.run(text, held, [(site, of_layer)])[1][site, of_layer]
                 return [((site, of_layer), plain.put(site, of_head, value))]
 
-            effect = case.log_prob(changes, case.corrupted) - case.log_prob(texts=case.corrupted)
-            right.append(float(effect))
+            sets.append(changes)
             row = table[(table["sender"] == name) & (table["receiver"] == reads)]
             found.append(float(row["value"].iloc[0]))
-    return found, right
+    return found, case.effects(sets, case.corrupted)
 
 
 def faithfulness(case: Case) -> Both:
@@ -561,13 +566,9 @@ def localize(case: Case) -> Both:
         of_heads(found.evidence.patching_effects, **LOG_PROB),
         of_heads(found.evidence.ablation_effects, metric="log_prob", kind="all"),
     ]
-    right = [tested.patched("z", *head) for head in case.plain.heads]
+    right = tested.patched([("z", *head) for head in case.plain.heads])
     means = tested.means  # measured before any hook is set
-    mean = [
-        float(without(tested, lambda _, at=head[0]: means["z", at], head) - tested.log_prob())
-        for head in case.plain.heads
-    ]
-    return effects, [right, mean]
+    return effects, [right, without_each(tested, lambda layer, _: means["z", layer])]
 
 
 VERBS: dict[str, Callable[[Case], Both]] = {
@@ -596,6 +597,13 @@ VERBS: dict[str, Callable[[Case], Both]] = {
     "localize": localize,
 }
 
+TUNED: dict[str, tuple[str, ...]] = {
+    "tune": ("q", "k", "v", "o"),
+    "tune(projections=['q', 'k'])": ("q", "k"),
+    "tune(projections=['up', 'down'])": ("up", "down"),
+}
+"""The matrices that `tune` adapts, which `test_tune.py` compares with PEFT."""
+
 _TOGETHER = "norms the queries of all its heads together"
 _SHOWN = "changes nothing in this model"
 _NORMED = "norms what its attention or its MLP adds to the residual stream"
@@ -606,6 +614,15 @@ _PATTERNS: dict[str, str] = dict.fromkeys(("gptj", "gpt-neo", "opt", "xglm"), _S
 _EDGES: dict[str, str] = dict.fromkeys(("gemma2", "gemma3", "olmo2", "olmo3", "glm4", "exaone4"), _NORMED) | {
     "olmoe": _TOGETHER
 }
+_FUSED: dict[str, str] = dict.fromkeys(
+    ("gpt2", "gpt-bigcode", "gpt-neox", "gpt-neox-sequential", "phi3", "phi3-long-rope")
+    + ("falcon", "falcon-sequential", "bloom", "mpt"),
+    "computes q, k, v by one matrix",
+)
+_GATED: dict[str, str] = dict.fromkeys(("phi3", "phi3-long-rope", "glm", "glm4"), "computes gate, up by one matrix")
+_EXPERTS: dict[str, str] = dict.fromkeys(
+    ("qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "mixtral"), "a mixture of experts has none in its MLPs"
+)
 
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "patch_heads(sites=['q', 'k', 'v'])": _QUERIES,
@@ -617,6 +634,9 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "faithfulness": _EDGES,
     "direct_logit_attribution": _EDGES,
     "head_profile": _EDGES,
+    "tune": {},
+    "tune(projections=['q', 'k'])": _FUSED,
+    "tune(projections=['up', 'down'])": _GATED | _EXPERTS,
 }
 """What a verb refuses, by a part of its message; all else is equal."""
 

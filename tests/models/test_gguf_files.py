@@ -150,7 +150,8 @@ def test_an_adapter_finds_its_gguf_file(files, tmp_path, monkeypatch):
     monkeypatch.chdir(files["llama"].parent)
     model = load("llama.gguf")
     settings: Any = {"layers": None, "r": 2, "alpha": 2.0, "dropout": 0.0, "seed": 0}
-    save_adapter(with_adapter(unwrapped(model), names=("q",), **settings), tmp_path / "adapter")
+    adapted = with_adapter(unwrapped(model), compat.matrices_of(model), names=("q",), **settings)
+    save_adapter(adapted, tmp_path / "adapter")
     monkeypatch.chdir(tmp_path)
     again = load("adapter")
     torch.testing.assert_close(logits(again), logits(model), atol=1e-5, rtol=0)

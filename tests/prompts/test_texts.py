@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.prompts.prompts import WRONG, Prompts
@@ -319,3 +319,29 @@ def test_emoji_and_chinese_are_drawn_as_they_are(byte_bpe_tokenizer):
     ]
     assert prompts.text[1] == "é 你<0xF0><0x9F><0x99><0xC3>", "what makes no character stays bytes"
     assert "你⟨2/3⟩" in prompts.to_html(0) and "\ufffd" not in prompts.to_html(1)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_tokenizer(tmp_path_factory):
+    """A SentencePiece model of Llama 2's kind, trained here: what it does not know it spells in bytes."""
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    texts = ["the cat sat on the mat", " ".join("abcdefghijklmnopqrstuvwxyz"), "# $ %"] * 20
+    settings = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 300, "minloglevel": 2}
+    with (folder / "tokenizer.model").open("wb") as file:
+        trainer.train(sentence_iterator=iter(texts), model_writer=file, hard_vocab_limit=False, **settings)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>"}')
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_bytes_of_sentencepiece_are_drawn_as_characters(sentencepiece_tokenizer):
+    texts = ["the é 你🙂 cat", "the 👩‍👧"]
+    prompts = Prompts.from_texts(
+        texts[:1], sentencepiece_tokenizer, answer=[" 你"], positions={"é": "é", "🙂": ("🙂", 0)}
+    )
+    parts = prompts.token_text[0]
+    assert parts[:4] == [" the", " ", "é⟨1/2⟩", "é⟨2/2⟩"]
+    assert parts[5:12] == ["你⟨1/3⟩", "你⟨2/3⟩", "你⟨3/3⟩", "🙂⟨1/4⟩", "🙂⟨2/4⟩", "🙂⟨3/4⟩", "🙂⟨4/4⟩"]
+    assert prompts.text == [" the é 你🙂 cat 你"]
+    assert [parts[prompts.positions[name]] for name in ("é", "🙂")] == ["é⟨2/2⟩", "🙂⟨4/4⟩"]
+    assert Prompts.from_texts(texts[1:], sentencepiece_tokenizer).text == [" the 👩‍👧"], "joiners stay"

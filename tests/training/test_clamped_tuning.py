@@ -10,6 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 import align_circuits as ac
+from align_circuits.hooks import compat
 from align_circuits.hooks.attention import take_parts
 from align_circuits.models.lora import unwrapped, with_adapter
 from align_circuits.prompts.relations import Relation
@@ -32,7 +33,8 @@ def llama(random_hf_model, char_tokenizer):
 def adapted(llama):
     """What `tune` trains, with an adapter that is not zero."""
     model = unwrapped(llama)
-    with_adapter(model, names=("q", "k", "v", "o"), layers=None, r=4, alpha=4.0, dropout=0.0, seed=0)
+    names = ("q", "k", "v", "o")
+    with_adapter(model, compat.matrices_of(llama), names=names, layers=None, r=4, alpha=4.0, dropout=0.0, seed=0)
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         if "lora" in name:
@@ -119,6 +121,25 @@ def test_clamps_hold_in_every_probe(llama):
     np.testing.assert_allclose(plain.table.where(**first).frame["value"], clamped.table.where(**first).frame["value"])
     assert [record["edit"] for record in clamped.table.provenance.settings["edits"]] == ["Clamp", "Clamp"]
     assert "edits" not in plain.table.provenance.settings
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+def test_the_loss_is_what_evaluate_finds_with_fused_projections(name, random_hf_model, char_tokenizer):
+    model = ac.load(random_hf_model(name, num_hidden_layers=3), tokenizer=char_tokenizer)
+    data = _TuningData.of(model, TASK, replace(CONFIG, loss_on="last"), seed=3)
+    tensors, prompts = data.clamped_batch(1, 7)
+    plain = unwrapped(model)
+    take_parts(plain)
+    for clamps in (CLAMPS, []):
+        found = ac.evaluate(model, prompts, edits=clamps).where(metric="log_prob", kind="all", offset=None).frame
+        loss = tuning._clamped_loss(model, clamps, plain, (tensors, prompts))
+        assert float(loss) == pytest.approx(-found["value"].iloc[0], abs=1e-5)
+
+
+def test_clamps_need_the_fast_engine(random_hf_model, char_tokenizer):
+    model = ac.load(random_hf_model("gemma2", num_hidden_layers=3), tokenizer=char_tokenizer)
+    with pytest.raises(ValueError, match="cannot be clamped while it is tuned: Gemma2ForCausalLM caps"):
+        tune(model, TASK, CONFIG, clamps=CLAMPS, progress=False)
 
 
 def test_a_run_with_other_clamps_is_another_run(llama, tmp_path):

@@ -398,12 +398,18 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_written(llama, tmp_p
 def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp_path):
     with pytest.raises(ValueError, match="no TransformerBridge"):
         run(ac.planted_circuit(TASK))
-    with pytest.raises(ValueError, match="no q_proj"):
-        run(ac.load(random_hf_model("gpt2"), tokenizer=char_tokenizer))
+    gpt2 = ac.load(random_hf_model("gpt2"), tokenizer=char_tokenizer)
+    with pytest.raises(ValueError, match=r"q, k, v by one matrix \(transformer.h.0.attn.c_attn\): give all of them"):
+        run(gpt2, config=replace(QUICK, projections=("q",)))
+    with pytest.raises(ValueError, match="no matrix 'gate' to adapt .*: give projections among q, k, v, o, up, down"):
+        run(gpt2, config=replace(QUICK, projections=("gate",)))
+    with pytest.raises(ValueError, match="four_bit: a GPT2LMHeadModel has no linear layers"):
+        run(gpt2, config=replace(QUICK, projections=("q", "k", "v"), four_bit=True))
     with pytest.raises(ValueError, match="no tokenizer"):
         run(ac.load(random_hf_model("llama")))
-    with pytest.raises(ValueError, match="has an adapter already"):
-        run(run(llama).model)
+    for tuned in (llama, gpt2):
+        with pytest.raises(ValueError, match="has an adapter already"):
+            run(run(tuned, config=replace(QUICK, projections=("q", "k", "v"))).model)
     hook = ("blocks.0.hook_resid_post", lambda value, **_: value)
     with llama.hooks(fwd_hooks=[hook]), pytest.raises(ValueError, match="hooks are attached"):
         run(llama)
@@ -542,11 +548,11 @@ def test_the_last_mlp_skips_what_no_loss_reads(name, checkpointing, random_hf_mo
         for weight in plain.parameters():
             weight.requires_grad_()
         if skipping:
-            compat.skip_unread(plain)
+            assert compat.skip_unread(plain)
         if checkpointing:
             recompute(plain)
         hook = plain.model.layers[-1].mlp.register_forward_hook(lambda _m, given, _o, seen=seen: seen.append(given[0]))
-        loss = module._loss(plain, batch)
+        loss = module._loss(plain, batch, skips=skipping)
         hook.remove()
         loss.backward()
         assert seen[0].shape[1] == (len(batch[1]) if skipping else batch[0].shape[1])
@@ -580,7 +586,8 @@ def test_fused_adapters_train_as_peft_does(name, checkpointing, random_hf_model,
     found, outputs = [], []
     for fused in (False, True):
         plain = unwrapped(model)
-        with_adapter(plain, names=("q", "k", "v", "o", "up"), layers=None, r=3, alpha=5.0, dropout=0.0, seed=0)
+        matrices = compat.matrices_of(model)
+        with_adapter(plain, matrices, names=("q", "k", "v", "o", "up"), layers=None, r=3, alpha=5.0, dropout=0.0, seed=0)
         generator = torch.Generator().manual_seed(1)
         for parameter_name, weight in plain.named_parameters():
             if "lora_B" in parameter_name:
