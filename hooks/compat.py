@@ -7,6 +7,7 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
@@ -65,8 +66,8 @@ def without_bridge(module: nn.Module) -> nn.Module:
 def strip_bridge(model: nn.Module) -> None:
     """Takes all parts of a bridge out of a Hugging Face model, in place: what remains runs as transformers made it.
 
-    A bridge wraps the modules inside the model, adds biases of zeros, and replaces some of Falcon's methods by functions
-    that run the modules for which they were made, and none of their copies.
+    A bridge wraps the modules inside the model, adds biases of zeros, and gives Falcon's modules functions in place of
+    methods, which run these modules even where they are called on copies.
     """
     for name, child in list(model.named_children()):
         inner = without_bridge(child)
@@ -423,7 +424,7 @@ _HOOKS = (
 
 
 def hooked_points(bridge: Any) -> list[str]:
-    """Returns the hook points with a hook; those that a bridge attaches for its other points (OPT's MLP) do not count."""
+    """Returns the hook points with a hook; what a bridge attaches for its other points (OPT's MLP) does not count."""
 
     def is_own(handle: Any) -> bool:
         return getattr(handle.user_hook, "__module__", "").startswith("transformer_lens.model_bridge.")
@@ -715,70 +716,105 @@ def norms_heads_together(bridge: Any, layer: int, site: str) -> bool:
     return weight is not None and weight.ndim == 1 and len(weight) > width > 0
 
 
-def split_weights_differ(bridge: Any) -> int | None:
-    """Returns the first layer whose queries, keys and values a bridge computes by other weights than Hugging Face's.
+@dataclass(frozen=True)
+class _Fused:
+    """A linear layer whose parts a bridge has split off: queries, keys and values, or both inputs of a gated MLP."""
 
-    A bridge splits a fused projection once and computes with the copies: trained, they leave the fused one behind. None
+    linear: Any
+    owner: Any
+    """The module of Hugging Face that holds it."""
+    parts: Sequence[Any]
+    """The layers with which the bridge computes."""
+    split: Callable[[Any], Sequence[Any]]
+    """Returns such parts of an owner anew."""
+
+    @classmethod
+    def of(cls, block: Any) -> "Iterator[_Fused]":
+        """Yields those of a layer."""
+        attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+        kinds = ((attention, "split_qkv_matrix", ("q", "k", "v")), (mlp, "split_gate_up_matrix", ("gate", "in")))
+        for part, name, names in kinds:
+            if (split := getattr(part, name, None)) is not None:
+                inside = component(part)
+                linear = getattr(part, "qkv", None) if part is attention else getattr(inside, part.fused_attr, None)
+                yield cls(component(linear), inside, [component(getattr(part, each)) for each in names], split)
+
+    @contextmanager
+    def anew(self) -> "Iterator[list[tuple[Any, Any]]]":
+        """Gives the parts, each beside what it would be if it were split now, for the length of a `with`."""
+        with brought(self.owner), torch.no_grad(), _Undrawn():
+            yield list(zip(self.parts, self.split(self.owner), strict=True))
+
+    def differs(self) -> bool:
+        """Whether the bridge computes with other weights than the layer has."""
+        with self.anew() as parts:
+            for own, now in parts:
+                for name in ("weight", "bias"):
+                    one, other = getattr(own, name, None), getattr(now, name, None)
+                    if (one is None) != (other is None) or (one is not None and not torch.equal(one, other.to(one))):
+                        return True
+        return False
+
+    def state(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
+        """What changes with the weights: how often they were written to and where, and a few of the numbers.
+
+        PyTorch does not count what is written to `.data`: of a matrix each row and column has a number here.
+        """
+        counts: list[tuple[int, int]] = []
+        numbers: list[Tensor] = []
+        for weight in (getattr(self.linear, "weight", None), getattr(self.linear, "bias", None)):
+            if weight is not None and not weight.is_meta and weight.ndim <= 2:
+                counts.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version))
+                place = torch.arange(max(weight.shape), device=weight.device)
+                at = tuple(place % size for size in weight.shape)
+                numbers.append(weight.detach()[at].clone())
+        return counts, numbers
+
+
+_STATES: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+"""Of each bridge the states of its fused layers when their parts were last equal to them."""
+
+
+def split_weights_differ(bridge: Any) -> int | None:
+    """Returns the first layer that a bridge computes by other weights than the fused ones of Hugging Face.
+
+    A bridge splits a fused projection once and computes with the parts: trained, they leave the fused one behind. None
     where none differs, or no projection is fused.
     """
-    return next((layer for layer, block in enumerate(bridge.blocks) if _is_split_otherwise(block)), None)
-
-
-def _is_split_otherwise(block: Any) -> bool:
-    attention: Any = getattr(block, "attn", None)
-    split, names = getattr(attention, "split_qkv_matrix", None), ("q", "k", "v")
-    if split is None or not all(hasattr(attention, name) for name in names):
-        return False
-    with brought(component(attention)), torch.no_grad(), _Undrawn():
-        for name, fused in zip(names, split(component(attention)), strict=True):
-            own = component(getattr(attention, name))
-            for part in ("weight", "bias"):
-                one, other = getattr(own, part, None), getattr(fused, part, None)
-                if (one is None) != (other is None) or (one is not None and not torch.equal(one, other.to(one))):
-                    return True
-    return False
-
-
-_FUSED: WeakKeyDictionary[Any, dict[int, Tensor]] = WeakKeyDictionary()
-"""Of each bridge a number from each row and column of its fused projections, as they were split, by layer."""
-
-
-def _sample_of_fused(block: Any) -> Tensor | None:
-    fused: Any = component(getattr(getattr(block, "attn", None), "qkv", None))
-    weight = getattr(fused, "weight", None)
-    if weight is None or weight.is_meta or weight.ndim != 2:
-        return None
-    place = torch.arange(max(weight.shape), device=weight.device)
-    return weight.detach()[place % len(weight), place % weight.shape[1]].clone()
+    return next((n for n, block in enumerate(bridge.blocks) if any(each.differs() for each in _Fused.of(block))), None)
 
 
 def remember_fused(bridge: Any) -> None:
-    """Notes what the fused projections of a bridge are, from which it has just split queries, keys and values."""
-    samples = {layer: _sample_of_fused(block) for layer, block in enumerate(bridge.blocks)}
-    _FUSED[bridge] = {layer: sample for layer, sample in samples.items() if sample is not None}
+    """Notes what the fused layers of a bridge are, whose parts it has just split."""
+    _STATES[bridge] = [[each.state() for each in _Fused.of(block)] for block in bridge.blocks]
 
 
 def split_anew(bridge: Any) -> None:
-    """Gives a bridge the queries, keys and values of its fused projections as these are now, in place."""
+    """Gives a bridge the parts of its fused layers as these are now, in place."""
     for block in bridge.blocks:
-        attention: Any = block.attn
-        if (split := getattr(attention, "split_qkv_matrix", None)) is not None:
-            with torch.no_grad(), _Undrawn():
-                for name, fused in zip(("q", "k", "v"), split(component(attention)), strict=True):
-                    component(getattr(attention, name)).weight.copy_(fused.weight)
+        for fused in _Fused.of(block):
+            with fused.anew() as parts:
+                for own, now in parts:
+                    own.weight.copy_(now.weight)
     remember_fused(bridge)
 
 
 def fused_left_behind(bridge: Any) -> int | None:
-    """Returns the first layer whose fused projection was changed or adapted, but not the copies that compute."""
-    for layer, sample in _FUSED.get(bridge, {}).items() if isinstance(bridge, nn.Module) else ():
-        block = bridge.blocks[layer]
-        if hasattr(component(block.attn.qkv), "base_layer"):
-            return layer
-        now = _sample_of_fused(block)
-        if now is not None and not torch.equal(sample.to(now), now) and _is_split_otherwise(block):
-            return layer
+    """Returns the first layer with a fused projection that was changed or adapted, but not the parts that compute."""
+    for layer, states in enumerate(_STATES.get(bridge, ()) if isinstance(bridge, nn.Module) else ()):
+        for place, (fused, (counts, numbers)) in enumerate(zip(_Fused.of(bridge.blocks[layer]), states, strict=True)):
+            if hasattr(fused.linear, "base_layer"):
+                return layer
+            new = fused.state()
+            if counts != new[0] or not all(map(_are_equal, numbers, new[1])):
+                if fused.differs():
+                    return layer
+                states[place] = new
     return None
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.to(other), other)
 
 
 class _Undrawn(TorchFunctionMode):

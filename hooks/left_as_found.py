@@ -47,8 +47,8 @@ def leaves_as_found(function: Function) -> Function:
             ):
                 if (layer := compat.fused_left_behind(model)) is not None:
                     raise ValueError(
-                        f"the fused projection of layer {layer} has changed, but TransformerLens computes with the q, "
-                        "k and v that it had split from it before: load the Hugging Face model anew"
+                        f"the fused projection of layer {layer} has changed, but TransformerLens computes with the "
+                        "parts that it had split from it before: load the Hugging Face model anew"
                     )
                 modules = [*compat.modules_of(model, compat.wrapped(model))]
                 compat.wire_hooks(modules)

@@ -22,6 +22,8 @@ from align_circuits.models.quantization import keep_exact
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 """The matrices of a layer: of attention, and of an MLP with or without a gate."""
 
+_MATRICES = (nn.Linear, Conv1D)
+
 
 def unwrapped(bridge: Any) -> PreTrainedModel:
     """Returns the plain Hugging Face model inside a bridge, as a copy that shares its weights, frozen."""
@@ -102,8 +104,9 @@ def with_adapter(
     if layers is not None and (not layers or not all(0 <= layer < n_layers for layer in layers)):
         raise ValueError(f"layers={tuple(layers)}: the model has layers 0 to {n_layers - 1}")
     chosen: set[str] = set()
+    modules = dict(model.named_modules())
     for layer in range(n_layers) if layers is None else layers:
-        of_layer = matrices[layer]
+        of_layer = {name: own for name, own in matrices[layer].items() if isinstance(modules.get(own), _MATRICES)}
         if missing := [name for name in names if name not in of_layer]:
             raise ValueError(
                 f"layer {layer} of this {type(model).__name__} has no matrix {missing[0]!r} to adapt (a mixture of "
@@ -118,9 +121,9 @@ def with_adapter(
                 f"projections, or none, not {', '.join(names)}"
             )
         chosen |= in_layer
-    adapted: list[Any] = [model.get_submodule(name) for name in chosen]
+    adapted: list[Any] = [modules[name] for name in chosen]
     short = {name.rpartition(".")[2] for name in chosen}
-    are_all = chosen == {name for name, _ in model.named_modules() if name.rpartition(".")[2] in short}
+    are_all = chosen == {name for name in modules if name.rpartition(".")[2] in short}
     largest = max(max(module.weight.shape) for module in adapted)
     if r > largest:
         raise ValueError(

@@ -267,8 +267,8 @@ def tune(
 
     The loss is the mean over output tokens of -log p(token): of the last example, given the k examples before it
     (Eq. 3), or of single examples (Eq. 4). Training runs Hugging Face's own model, with fused attention where that is
-    exact; logits (of Llama, Qwen2, Qwen3 and Mistral also the last MLP) are computed only where the loss reads them, and
-    gradients flow no deeper than the lowest tuned layer.
+    exact; logits (of Llama, Qwen2, Qwen3 and Mistral also the last MLP) are computed only where the loss reads them,
+    and gradients flow no deeper than the lowest tuned layer.
 
     Args:
         model: What `load` returns. Of a mixture of experts attention alone is adapted. A matrix that computes several
@@ -519,7 +519,12 @@ def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...], *, skips: bool =
 
 
 def _clamped_loss(
-    bridge: Any, clamps: Sequence[Clamp], model: nn.Module, batch: tuple[tuple[Tensor, ...], Prompts], *, skips: bool = False
+    bridge: Any,
+    clamps: Sequence[Clamp],
+    model: nn.Module,
+    batch: tuple[tuple[Tensor, ...], Prompts],
+    *,
+    skips: bool = False,
 ) -> Float[Tensor, ""]:
     """The loss while heads are clamped; `bridge` knows the model's shape."""
     tensors, prompts = batch

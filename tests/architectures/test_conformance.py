@@ -131,14 +131,34 @@ def parameters_that_run(model: Any) -> Iterator[torch.nn.Parameter]:
     model.original_model.zero_grad()
 
 
-@pytest.mark.parametrize("fused", ["gpt2", "gpt-bigcode", "phi3", "gpt-neox", "falcon", "bloom", "mpt"])
+@pytest.mark.parametrize("how", ["written to", "replaced", "one number", "bias"])
+@pytest.mark.parametrize(
+    "fused", ["gpt2", "gpt-bigcode", "phi3", "gpt-neox", "falcon-sequential", "bloom", "mpt", "glm"]
+)
 @torch.no_grad()
-def test_a_fused_projection_that_changes_alone_counts_or_is_refused(fused):
+def test_a_fused_projection_that_changes_alone_counts_or_is_refused(fused, how):
+    """Queries, keys and values, of GLM both inputs of a gated MLP."""
     plain, model = Plain(tiny(fused)), ac.load(tiny(fused))
-    first(plain.attention[0], FUSED).weight.mul_(1.5)
-    model.blocks[0].attn.qkv.original_component.weight.mul_(1.5)
-    if fused in ("gpt2", "gpt-bigcode", "phi3"):  # whose queries, keys and values are views of it
-        assert log_prob(model) == pytest.approx(float(Case(plain, model, ac.RunOptions()).log_prob()), abs=1e-4)
+    before = log_prob(model)
+    if fused == "glm":
+        layers = plain.layers[0].mlp.gate_up_proj, model.blocks[0].mlp.original_component.gate_up_proj
+    else:
+        layers = first(plain.attention[0], FUSED), model.blocks[0].attn.qkv.original_component
+    if how == "bias" and layers[0].bias is None:
+        return
+    for layer in layers:
+        if how == "written to":
+            layer.weight.mul_(1.5)
+        elif how == "replaced":
+            layer.weight = torch.nn.Parameter(layer.weight * 1.5)
+        elif how == "one number":
+            layer.weight[3, 1] += 20
+        else:
+            layer.bias += torch.linspace(-1, 1, len(layer.bias))
+    right = float(Case(plain, model, ac.RunOptions()).log_prob())
+    assert abs(right - before) > 1e-4
+    if fused in ("gpt2", "gpt-bigcode", "phi3", "glm") and how != "replaced":  # whose parts are views of it
+        assert log_prob(model) == pytest.approx(right, abs=1e-4)
     else:
         with pytest.raises(ValueError, match="the fused projection of layer 0 has changed"):
             log_prob(model)

@@ -97,9 +97,7 @@ class Case:
         """The effects of denoising single places."""
 
         def put(site: str, layer: int, head: int | None) -> "Changes":
-            return lambda i: [
-                ((site, layer), self.plain.put(site, head, self.plain.kept(self.texts[i])[site, layer]))
-            ]
+            return lambda i: [((site, layer), self.plain.put(site, head, self.plain.kept(self.texts[i])[site, layer]))]
 
         return self.effects([put(*place) for place in places], self.corrupted).tolist()
 
@@ -160,11 +158,7 @@ def captured(case: Case) -> Both:
     """`run.forward_pass.capture`: what attention and MLP add must be what the stream gains."""
     sites: list[Site] = ["resid_pre", "z", "resid_post", "attn_out", "mlp_out", "pattern"]
     found = {s: capture(case.model, case.prompts, [name_of(s, 1)], options=case.options)[name_of(s, 1)] for s in sites}
-    kept, patterns, length = (
-        case.kept(case.texts),
-        attention(case),
-        len(case.texts[0]),
-    )
+    kept, patterns, length = (case.kept(case.texts), attention(case), len(case.texts[0]))
     values, right = [], []
     for prompt, text in enumerate(case.texts):
         real, of_prompt = slice(length - len(text), None), kept[prompt]
@@ -615,8 +609,10 @@ _EDGES: dict[str, str] = dict.fromkeys(("gemma2", "gemma3", "olmo2", "olmo3", "g
     "olmoe": _TOGETHER
 }
 _FUSED: dict[str, str] = dict.fromkeys(
-    ("gpt2", "gpt-bigcode", "gpt-neox", "gpt-neox-sequential", "phi3", "phi3-long-rope")
-    + ("falcon", "falcon-sequential", "bloom", "mpt"),
+    (
+        *("gpt2", "gpt-bigcode", "gpt-neox", "gpt-neox-sequential", "phi3", "phi3-long-rope"),
+        *("falcon", "falcon-sequential", "bloom", "mpt"),
+    ),
     "computes q, k, v by one matrix",
 )
 _GATED: dict[str, str] = dict.fromkeys(("phi3", "phi3-long-rope", "glm", "glm4"), "computes gate, up by one matrix")

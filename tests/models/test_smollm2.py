@@ -69,7 +69,9 @@ def test_what_is_tuned_on_it_names_it(cache, tmp_path):
     plain.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(ac.load(tmp_path / "saved")), logits(model))
     assert plain.get_input_embeddings().weight is plain.get_output_embeddings().weight  # pyright: ignore
-    adapted = with_adapter(plain, compat.matrices_of(model), names=("q",), layers=None, r=2, alpha=2.0, dropout=0.0, seed=0)
+    adapted = with_adapter(
+        plain, compat.matrices_of(model), names=("q",), layers=None, r=2, alpha=2.0, dropout=0.0, seed=0
+    )
     save_adapter(adapted, tmp_path / "adapter")
     assert '"smollm2"' in (tmp_path / "adapter" / "adapter_config.json").read_text()
     shutil.move(cache, tmp_path / "elsewhere")

@@ -401,7 +401,7 @@ def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp
     gpt2 = ac.load(random_hf_model("gpt2"), tokenizer=char_tokenizer)
     with pytest.raises(ValueError, match=r"q, k, v by one matrix \(transformer.h.0.attn.c_attn\): give all of them"):
         run(gpt2, config=replace(QUICK, projections=("q",)))
-    with pytest.raises(ValueError, match="no matrix 'gate' to adapt .*: give projections among q, k, v, o, up, down"):
+    with pytest.raises(ValueError, match=r"no matrix 'gate' to adapt .*: give projections among q, k, v, o, up, down"):
         run(gpt2, config=replace(QUICK, projections=("gate",)))
     with pytest.raises(ValueError, match="four_bit: a GPT2LMHeadModel has no linear layers"):
         run(gpt2, config=replace(QUICK, projections=("q", "k", "v"), four_bit=True))
@@ -587,7 +587,9 @@ def test_fused_adapters_train_as_peft_does(name, checkpointing, random_hf_model,
     for fused in (False, True):
         plain = unwrapped(model)
         matrices = compat.matrices_of(model)
-        with_adapter(plain, matrices, names=("q", "k", "v", "o", "up"), layers=None, r=3, alpha=5.0, dropout=0.0, seed=0)
+        with_adapter(
+            plain, matrices, names=("q", "k", "v", "o", "up"), layers=None, r=3, alpha=5.0, dropout=0.0, seed=0
+        )
         generator = torch.Generator().manual_seed(1)
         for parameter_name, weight in plain.named_parameters():
             if "lora_B" in parameter_name:
