@@ -79,9 +79,15 @@ def check_hook_points(model: HookedModel, names: Iterable[str]) -> None:
     """Raises unless a model has hook points of these names.
 
     Raises:
-        ValueError: It lacks one.
+        ValueError: It lacks one, or one is that of another site.
     """
-    known = model.hook_dict
+    known, names = model.hook_dict, list(names)
+    for name in names:
+        if name.endswith(".mlp.hook_post") and getattr(known.get(name), "name", "").endswith(".mlp.hook_out"):
+            raise ValueError(
+                f"{name!r} is another name of {known[name].name!r} in this {type(model).__name__}: the neurons of a "
+                "mixture of experts have no hook point; take 'mlp_out'"
+            )
     unknown = [name for name in names if name not in known]
     if not unknown:
         return

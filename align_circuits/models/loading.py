@@ -595,6 +595,8 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
             f"an adapter on {adapted[0]} would be lost: TransformerLens splits this fused projection into copies of "
             "its base weights; merge the adapter first (merge_and_unload) and load the merged model"
         )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"a {type(model).__name__} is no decoder: an encoder reads its input, and its decoder answers")
     # Codes of 8 bits depend on all tokens of a batch, those to come too.
     exact = compat.quantization_of(model) is None
     tokens, expected = _logits_of(model) if exact else (torch.empty(0), torch.empty(0))

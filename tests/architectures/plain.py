@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Place = tuple[str, int]
-"""A site and its layer: `resid_pre`, `q`, `k`, `v`, `z`, `attn_out`, `mlp_out` or `resid_post`."""
+"""A site and its layer: `resid_pre`, `q`, `k`, `v`, `z`, `attn_out`, `mlp_post`, `mlp_out` or `resid_post`."""
 
 Change = tuple[Place, Callable[[Tensor], Tensor]]
 """What replaces an activation `[1 pos width]`."""
@@ -85,9 +85,9 @@ class Plain:
             return self.layers[layer], site == "resid_pre"
         if site in ("z", "attn_out"):
             return self.out[layer], site == "z"
-        if site == "mlp_out":
+        if site in ("mlp_post", "mlp_out"):
             mlp = first(self.layers[layer], ("mlp", "ffn")) or self.layers[layer]  # OPT has its parts in the layer
-            return first(mlp, DOWN) or mlp, False
+            return first(mlp, DOWN) or mlp, site == "mlp_post"
         return first(self.attention[layer], (f"{site}_proj", *FUSED)), False
 
     @torch.no_grad()

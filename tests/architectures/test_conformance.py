@@ -9,7 +9,7 @@ import pytest
 import torch
 from plain import FUSED, Plain, first
 from table import pages
-from verbs import REFUSED, REFUSED_AT_LOAD, TEXTS, VERBS, Case, evaluated
+from verbs import LOG_PROB, REFUSED, REFUSED_AT_LOAD, TEXTS, VERBS, Case, evaluated, of_heads
 from zoo import ARCHITECTURES, tiny
 
 import align_circuits as ac
@@ -75,7 +75,7 @@ def test_padded_prompts_are_read_in_float64(name):
 
 def hooks_of(model: Any) -> dict[str, torch.Tensor]:
     """What every hook point shows that fires, with those on that TransformerLens leaves off."""
-    for switch in ("set_use_split_qkv_input", "set_use_hook_mlp_in"):
+    for switch in ("set_use_split_qkv_input", "set_use_hook_mlp_in", "set_use_attn_result"):
         try:
             getattr(model, switch)(True)
         except (NotImplementedError, ValueError):
@@ -91,9 +91,15 @@ def hooks_of(model: Any) -> dict[str, torch.Tensor]:
     return seen
 
 
+def fails(*_: Any, **__: Any) -> None:
+    raise KeyError("in the middle of a verb")
+
+
 def test_hooks_show_after_all_verbs_what_they_show_on_a_fresh_bridge(model, plain, name):
     for verb in ("score_heads", "patch_sites"):  # and all that ran on this model before
         VERBS[verb](Case(plain, model, ac.RunOptions()))
+    with model.hooks(fwd_hooks=[("blocks.1.hook_resid_post", fails)]), pytest.raises(KeyError, match="in the middle"):
+        log_prob(model)
     expected, found = hooks_of(ac.load(tiny(name))), hooks_of(model)
     assert expected.keys() == found.keys()
     assert [point for point in expected if not torch.equal(expected[point], found[point])] == []
@@ -162,6 +168,25 @@ def test_a_fused_projection_that_changes_alone_counts_or_is_refused(fused, how):
     else:
         with pytest.raises(ValueError, match="the fused projection of layer 0 has changed"):
             log_prob(model)
+
+
+@pytest.mark.parametrize("norming", ["olmo2", "olmo3", "olmoe"])
+@torch.no_grad()
+def test_what_a_norm_over_all_heads_leaves_apart_is_equal(norming):
+    """Values are not normed; a change of one head's keys or queries would rescale the others, by any verb."""
+    case = Case(Plain(tiny(norming)), ac.load(tiny(norming)), ac.RunOptions())
+    found = of_heads(ac.patch_heads(case.model, case.pair, sites=["v"]), **LOG_PROB)
+    shared = case.plain.n_heads // case.plain.n_keys
+    right = case.patched([("v", layer, head // shared) for layer, head in case.plain.heads])
+    np.testing.assert_allclose(found, right, atol=1e-4)
+    for site, what in (("q", "queries"), ("k", "keys")):
+        heads = case.plain.heads[:shared]
+        for refused in (
+            lambda site=site: ac.patch_heads(case.model, case.pair, sites=[site]),
+            lambda site=site, heads=heads: evaluated(case, ac.Steer(heads, site=site, vector=torch.ones(8))),
+        ):
+            with pytest.raises(ValueError, match=f"norms the {what} of all heads of layer 0 together"):
+                refused()
 
 
 @pytest.mark.parametrize("refused", REFUSED_AT_LOAD)

@@ -202,6 +202,12 @@ def ablate_heads(case: Case) -> Both:
     return found, right
 
 
+def ablate_neurons(case: Case) -> Both:
+    """The neurons of a layer's MLP at 0."""
+    edit = ac.Ablate(site="mlp_post", layers=[1], how="zero")
+    return evaluated(case, edit), case.log_prob(lambda _: [(("mlp_post", 1), lambda x: 0 * x)])
+
+
 def ablation_baseline(case: Case) -> Both:
     found = ac.ablation_baseline(case.model, case.prompts, options=case.options).means
     groups = [found[name_of("z", layer)].flatten(1) for layer in (0, 1)]
@@ -571,6 +577,7 @@ VERBS: dict[str, Callable[[Case], Both]] = {
     "score_heads": score_heads,
     "explore": explore,
     "ablate_heads": ablate_heads,
+    "Ablate(site='mlp_post')": ablate_neurons,
     "ablation_baseline": ablation_baseline,
     "patch_heads": patch_z,
     "patch_heads(sites=['q', 'k', 'v'])": patch_qkv,
@@ -616,9 +623,9 @@ _FUSED: dict[str, str] = dict.fromkeys(
     "computes q, k, v by one matrix",
 )
 _GATED: dict[str, str] = dict.fromkeys(("phi3", "phi3-long-rope", "glm", "glm4"), "computes gate, up by one matrix")
-_EXPERTS: dict[str, str] = dict.fromkeys(
-    ("qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "mixtral"), "a mixture of experts has none in its MLPs"
-)
+_EXPERTS = ("qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "mixtral")
+_NO_MATRICES: dict[str, str] = dict.fromkeys(_EXPERTS, "a mixture of experts has none in its MLPs")
+_NO_NEURONS: dict[str, str] = dict.fromkeys(_EXPERTS, "the neurons of a mixture of experts have no hook point")
 
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "patch_heads(sites=['q', 'k', 'v'])": _QUERIES,
@@ -632,7 +639,8 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "head_profile": _EDGES,
     "tune": {},
     "tune(projections=['q', 'k'])": _FUSED,
-    "tune(projections=['up', 'down'])": _GATED | _EXPERTS,
+    "tune(projections=['up', 'down'])": _GATED | _NO_MATRICES,
+    "Ablate(site='mlp_post')": _NO_NEURONS,
 }
 """What a verb refuses, by a part of its message; all else is equal."""
 
@@ -641,6 +649,7 @@ REFUSED_AT_LOAD = {
     "falcon-alibi": "TransformerLens computes other logits of this FalconForCausalLM",
     "deepseek-v3": "TransformerLens shows 'q' of layer 0 in the shape (1, 4, 8, 12)",
     "bert": "is no decoder: its logits depend on tokens to come",
+    "t5": "is no decoder: an encoder reads its input",
     "mamba": "layer 0 of this MambaForCausalLM has no attention pattern",
 }
 """What `load` refuses, by a part of its message."""

@@ -122,6 +122,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 NOT_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", _SIZES),
+    "t5": ("T5", _TOKENS | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
     "mamba": (
         "Mamba",
         {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0},
@@ -129,7 +130,7 @@ NOT_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What `load` must refuse."""
 
-_HEADS = {"gpt2": "LMHeadModel", "bert": "LMHeadModel"}
+_HEADS = {"gpt2": "LMHeadModel", "bert": "LMHeadModel", "t5": "ForConditionalGeneration"}
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float32) -> Any:
