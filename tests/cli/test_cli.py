@@ -367,7 +367,7 @@ def pairs_file(tmp_path):
             "corrupted": f"k{b}mn{a}op{a}",
             "corrupted_answer": a,
             "positions": {"first": [a, 0], "second": [b, 0]},
-            "relations": {"mover": {"query": "END", "keys": ["second"], "candidates": ["first", "second"]}},
+            "relations": {"搬运🙂": {"query": "END", "keys": ["second"], "candidates": ["first", "second"]}},
         }
         for a, b in zip("ABCDEFGH", "BCDEFGHA", strict=True)
     ]
@@ -390,7 +390,10 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     options = {"localize": ["--n-controls", "1"], "score": []}
     for verb, table in expected.items():
         out = tmp_path / verb
+        capsys.readouterr()
         assert main([verb, *common, *options.get(verb, ["--metric", "logit_diff"]), "--out", str(out)]) == 0
+        if verb == "localize":
+            assert "搬运🙂" in capsys.readouterr().out and "搬运🙂" in (out / "report.html").read_text(encoding="utf-8")
         np.testing.assert_array_equal(Table.load(out).frame["value"], table.frame["value"])
     printed, page = capsys.readouterr().out, (tmp_path / "score" / "report.html").read_text(encoding="utf-8")
     shown = re.sub("<script.*?</script>|<[^>]*>", "", page, flags=re.DOTALL)
