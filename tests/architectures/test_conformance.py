@@ -146,10 +146,12 @@ def test_a_fused_projection_that_changes_alone_counts_or_is_refused(fused, how):
     """Queries, keys and values, of GLM both inputs of a gated MLP."""
     plain, model = Plain(tiny(fused)), ac.load(tiny(fused))
     before = log_prob(model)
+    layers: Any
     if fused == "glm":
-        layers = plain.layers[0].mlp.gate_up_proj, model.blocks[0].mlp.original_component.gate_up_proj
+        owners: Any = plain.layers[0].mlp, model.blocks[0].mlp.original_component
+        layers = [owner.gate_up_proj for owner in owners]
     else:
-        layers = first(plain.attention[0], FUSED), model.blocks[0].attn.qkv.original_component
+        layers = [first(plain.attention[0], FUSED), model.blocks[0].attn.qkv.original_component]
     if how == "bias" and layers[0].bias is None:
         return
     for layer in layers:
@@ -179,7 +181,8 @@ def test_what_a_norm_over_all_heads_leaves_apart_is_equal(norming):
     shared = case.plain.n_heads // case.plain.n_keys
     right = case.patched([("v", layer, head // shared) for layer, head in case.plain.heads])
     np.testing.assert_allclose(found, right, atol=1e-4)
-    for site, what in (("q", "queries"), ("k", "keys")):
+    sites: Any = (("q", "queries"), ("k", "keys"))
+    for site, what in sites:
         heads = case.plain.heads[:shared]
         for refused in (
             lambda site=site: ac.patch_heads(case.model, case.pair, sites=[site]),

@@ -25,7 +25,7 @@ pytestmark = [
 PROMPTS = ac.Prompts.from_tokens(
     [[1, *range(5, 24)], [1, 9, 8, 7, 6, 5, 9, 8, 7], [1, 30, 31, 30, 31], [1, *range(40, 55)], [1, 7, 7, 8, 7, 7, 8]]
 )
-STEPS, LR, RANK, ALPHA = 3, 5e-4, 4, 8.0
+STEPS, LR, RANK, ALPHA = 3, 5e-4, 4, 8
 
 
 def without_dropout(hf: Any) -> Any:
@@ -84,7 +84,7 @@ def test_tuning_is_that_of_peft(name, tmp_path):
     model: Any = ac.load(tmp_path / "base")
     without_dropout(model.original_model)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
-    settings: dict[str, Any] = {"steps": STEPS, "lr": LR, "r": RANK, "alpha": ALPHA, "dropout": 0.0, "batch": 4}
+    settings: dict[str, Any] = {"steps": STEPS, "lr": LR, "r": RANK, "alpha": float(ALPHA), "dropout": 0.0, "batch": 4}
     projections: list[str] = []
     for verb, matrices in TUNED.items():
         if (reason := REFUSED[verb].get(name)) is None:
