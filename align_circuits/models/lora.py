@@ -161,8 +161,8 @@ def follow(model: PreTrainedModel, trained: PreTrainedModel) -> Callable[[Any], 
     for name, layer in layers.items():
         weight = layer.base_layer.weight
         own = nn.Parameter(weight.detach().clone(), requires_grad=False)
-        model.get_submodule(name).weight = own
-        model.get_submodule(name).is_tuned = True  # to tune it again, its base must have a name
+        plain: Any = model.get_submodule(name)
+        plain.weight, plain.is_tuned = own, True  # to be tuned again, its base would need a name
         sums.append((own, weight, layer))
 
     def renew(bridge: Any) -> None:
