@@ -16,20 +16,20 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (337, 300),
     "align_circuits/jobs": (1770, 1000),
-    "align_circuits/prompts": (1620, 1300),
+    "align_circuits/prompts": (1622, 1300),
     "align_circuits/tables": (1371, 1100),
     "align_circuits/tasks": (2367, 2100),
-    "align_circuits/models": (3251, 2400),
+    "align_circuits/models": (3300, 2400),
     "align_circuits/run": (1973, 1500),
     "align_circuits/heads": (3840, 2600),
     "align_circuits/circuits": (1255, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (2078, 1700),
-    "align_circuits/training": (1666, 1400),
+    "align_circuits/training": (1707, 1400),
     "align_circuits/cli": (2256, 1500),
     "align_circuits/papers": (10739, 8500),
-    "hooks": (3719, 2600),
-    "tests": (31027, 20000),
+    "hooks": (3846, 2600),
+    "tests": (31314, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
