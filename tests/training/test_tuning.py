@@ -56,9 +56,9 @@ def at_each_loss(monkeypatch):
     real = module._loss
 
     def begin(look):
-        def looking(model, batch):
+        def looking(model, batch, **options):
             look(model, batch)
-            return real(model, batch)
+            return real(model, batch, **options)
 
         monkeypatch.setattr(module, "_loss", looking)
 
