@@ -5,6 +5,7 @@ from typing import Literal
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb
+from align_circuits.training.sparse_gpt2 import SPARSE_GPT2, pretrain_sparse
 from align_circuits.training.toy_llama import RECIPES, pretrain
 
 
@@ -12,15 +13,18 @@ from align_circuits.training.toy_llama import RECIPES, pretrain
 class Pretrain(Verb):
     """Trains a model with `pretrain`."""
 
-    recipe: Literal["toy-llama", "unmarked", "smoke"] = "toy-llama"
-    """"toy-llama" made the bundled model; "unmarked" is the same without text that asks for an alignment;
-    "smoke" takes seconds and teaches nothing."""
+    recipe: Literal["toy-llama", "sparse-gpt2", "unmarked", "smoke"] = "toy-llama"
+    """"toy-llama" and "sparse-gpt2" made the bundled models of these names; "unmarked" is toy-llama without text that
+    asks for an alignment; "smoke" takes seconds and teaches nothing."""
     seed: int = 0
-    """Of the weights and the documents."""
+    """Of the weights and the text."""
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         print(f"{self.recipe}: float32 on cpu", flush=True)
-        run = pretrain(RECIPES[self.recipe], seed=self.seed, out=results.new, state=results.folder)
+        if self.recipe == "sparse-gpt2":
+            run = pretrain_sparse(SPARSE_GPT2, seed=self.seed, out=results.new, state=results.folder)
+        else:
+            run = pretrain(RECIPES[self.recipe], seed=self.seed, out=results.new, state=results.folder)
         print(run.log.to_string(index=False, float_format="{:.3f}".format))
         print(f"\nmodel: {results.folder / 'model'}")
