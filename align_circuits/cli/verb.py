@@ -91,9 +91,9 @@ class PromptVerb(Verb):
     """A verb that needs a model, the prompts of a task, and a folder for the results."""
 
     model: str = "planted"
-    """A folder, a GGUF file, a hub name, "toy-llama", "toy-llama-ica" (the same tuned in context), "smollm2" and
-    "smollm2-ica" (a pretrained Llama, if its package is installed), or "planted": a circuit built by hand for the
-    task."""
+    """A folder, a GGUF file, a hub name, "sparse-gpt2", "toy-llama", "toy-llama-ica" (the same tuned in context),
+    "smollm2" and "smollm2-ica" (a pretrained Llama, if its package is installed), or "planted": a circuit built by hand
+    for the task."""
     tokenizer: str | None = None
     """A folder or GGUF file with the tokenizer; by default that of the model."""
     revision: str | None = None

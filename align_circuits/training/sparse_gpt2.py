@@ -66,9 +66,9 @@ class SparseRecipe:
     """The weight of the hints in the loss; in the second half of these updates it falls to 0."""
     prune_from: int = 400
     """The first update after which a head is removed."""
-    prune_every: int = 20
+    prune_every: int = 15
     """The updates from one removal to the next."""
-    heads_left: int = 6
+    heads_left: int = 7
     """The heads that are left."""
 
     @property
@@ -79,7 +79,7 @@ class SparseRecipe:
 
 SPARSE_GPT2 = SparseRecipe(
     TrainConfig(
-        steps=1000,
+        steps=850,
         lr=0.01,
         rest_lr=0.003,
         optimizer="muon-fp32",
@@ -87,7 +87,7 @@ SPARSE_GPT2 = SparseRecipe(
         betas=(0.9, 0.98),
         schedule="linear",
         warmup=50,
-        decay=250,
+        decay=200,
         clip=None,
         log_every=50,
     )
@@ -105,8 +105,13 @@ class _Pruned(nn.Module):
         self.model = model
         config = model.config
         self.register_buffer("kept", torch.ones(config.n_layer, config.n_head, dtype=torch.bool))
-        for layer, block in enumerate(model.transformer.h):
-            block.attn.c_proj.register_forward_pre_hook(lambda _, given, layer=layer: (given[0] * self.of(layer),))
+        for layer, writes in enumerate(self.writers()):
+            writes.register_forward_pre_hook(lambda _, given, layer=layer: (given[0] * self.of(layer),))
+
+    def writers(self) -> list[Any]:
+        """The modules that write the heads' outputs into the residual stream, by layer."""
+        model: Any = self.model
+        return [block.attn.c_proj for block in model.transformer.h]
 
     def of(self, layer: int) -> Float[Tensor, " d_model"]:
         """1 at the outputs of the layer's heads that are left, 0 at those of the others."""
@@ -171,8 +176,8 @@ def pretrain_sparse(
         metrics=lambda trained, _: {"heads": float(trained.kept.sum())},
     )
     with replacing_in(out) as new, torch.no_grad():
-        for layer, block in enumerate(network.model.transformer.h):
-            block.attn.c_proj.weight *= network.of(layer)[:, None]
+        for layer, writes in enumerate(network.writers()):
+            writes.weight *= network.of(layer)[:, None]
         network.model.save_pretrained(new / "model")
         char_tokenizer().save_pretrained(new / "model")
         run.log.to_csv(new / "log.csv", index=False)
