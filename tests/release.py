@@ -93,7 +93,7 @@ def used(python: Path, folder: Path) -> str:
         program,
         "localize",
         "--model",
-        "toy-llama-ica",
+        "sparse-gpt2",
         "--n",
         "16",
         "--n-controls",

@@ -23,8 +23,8 @@ for module in (ac, ac.hooks):
     place = pathlib.Path(module.__file__).resolve()
     assert site in place.parents, f"{module.__name__} comes from {place}, not from the installed wheel"
 assert len(char_tokenizer()) == 64, "the wheel lacks the bundled tokenizer"
-for name in ("toy-llama", "toy-llama-ica"):
-    assert ac.load(name).cfg.n_layers == 7, f"the wheel lacks {name}"
+for name, layers in (("toy-llama", 7), ("toy-llama-ica", 7), ("sparse-gpt2", 3)):
+    assert ac.load(name).cfg.n_layers == layers, f"the wheel lacks {name}"
 from align_circuits.cli import main
 
 assert main(["tune", "--help"]) == 0, "the wheel lacks the help of verbs"

@@ -1,7 +1,7 @@
 """The recipe of `sparse-gpt2`, a bundled model of few heads: attention is hinted at first, then heads are removed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ class SparseRecipe:
             "lookup, later": (1, 1),
         }
     )
-    """Which heads are taught where to attend, at the start (`hints`)."""
+    """The heads that are taught where to attend, at the start (`hints`), and that are left at the end."""
     hint_steps: int = 300
     """The updates with hints."""
     hint_weight: float = 0.3
@@ -68,8 +68,6 @@ class SparseRecipe:
     """The first update after which a head is removed."""
     prune_every: int = 15
     """The updates from one removal to the next."""
-    heads_left: int = 7
-    """The heads that are left."""
 
     @property
     def n_ctx(self) -> int:
@@ -79,7 +77,7 @@ class SparseRecipe:
 
 SPARSE_GPT2 = SparseRecipe(
     TrainConfig(
-        steps=850,
+        steps=900,
         lr=0.01,
         rest_lr=0.003,
         optimizer="muon-fp32",
@@ -126,14 +124,17 @@ class _Pruned(nn.Module):
         return loss + batch["hint"] * hints(out.attentions, hinted, batch) if with_hints else loss
 
     @torch.no_grad()
-    def remove_one(self, batch: Mapping[str, Any]) -> None:
-        """Removes the head whose removal costs the least loss on a batch."""
+    def remove_one(self, batch: Mapping[str, Any], hinted: Collection[Head]) -> None:
+        """Removes the head without a hint whose removal costs the least loss on a batch; none where none is left."""
         losses: dict[Head, float] = {}
-        for layer, head in self.kept.nonzero().tolist():
+        for layer, head in map(tuple, self.kept.nonzero().tolist()):
+            if (layer, head) in hinted:
+                continue
             self.kept[layer, head] = False
             losses[layer, head] = float(self.loss(batch, {}))
             self.kept[layer, head] = True
-        self.kept[min(losses, key=lambda head: losses[head])] = False
+        if losses:
+            self.kept[min(losses, key=lambda head: losses[head])] = False
 
 
 def pretrain_sparse(
@@ -142,8 +143,8 @@ def pretrain_sparse(
     """Trains a GPT-2 of few heads from scratch and writes it to `out/model`; a killed run goes on.
 
     It learns standard prompts of `Seq2SeqTask` with automata fresh for every prompt. At the start five heads are taught
-    where to attend (`hints`); they may then change. Later the head that matters least is removed, again and again,
-    until few are left. The weights that would write the output of a removed head are 0; where it attends is left.
+    where to attend (`hints`); then they learn from the letters alone. Later, one after the other, the one among the
+    other heads that matters least is removed, until those five are left. The weights that would write the output of a removed head are 0; where it attends is left.
 
     Source: pruning of the least important heads, step by step: Michel et al. (2019), "Are Sixteen Heads Really Better
     than One?", §4; there importance is a gradient, here the loss itself.
@@ -218,7 +219,7 @@ def hints(
 
 def _loss(network: Any, batch: Mapping[str, Any], hinted: Mapping[str, Head]) -> Float[Tensor, ""]:
     if batch["prunes"]:
-        network.remove_one(batch)
+        network.remove_one(batch, hinted.values())
     return network.loss(batch, hinted)
 
 
@@ -232,7 +233,6 @@ def _batch(recipe: SparseRecipe, step: int, seed: int) -> dict[str, Any]:
     length = len(places.index)
     prompts = task.sample(max(1, recipe.tokens // length), char_tokenizer(), seed, references=False)
     since = step - recipe.prune_from
-    removals = recipe.n_layers * recipe.n_heads - recipe.heads_left
     return {
         "ids": prompts.inputs,
         "inputs": places.inputs,
@@ -240,7 +240,7 @@ def _batch(recipe: SparseRecipe, step: int, seed: int) -> dict[str, Any]:
         "order": prompts.latent["order"],
         "phrases": prompts.latent["phrases"],
         "hint": recipe.hint_weight * min(1.0, 2 - 2 * step / recipe.hint_steps) if is_hinted else 0.0,
-        "prunes": since > 0 and since % recipe.prune_every == 0 and since <= removals * recipe.prune_every,
+        "prunes": since > 0 and since % recipe.prune_every == 0,
     }
 
 
