@@ -41,8 +41,8 @@ PYTHONS := test-python-3.12 test-python-3.13
 demo: $(PACKAGE)
 	@echo "Demo, step 1 of 2: naming the heads of a circuit built by hand, whose heads are known (15 seconds)"
 	@$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
-	@echo "Demo, step 2 of 2: naming the heads of the bundled Llama, which was tuned in context (30 seconds)"
-	@$(BIN)/align-circuits localize --model toy-llama-ica --overwrite --out runs/demo/toy-llama-ica
+	@echo "Demo, step 2 of 2: naming the heads of a bundled GPT-2, which was trained (15 seconds)"
+	@$(BIN)/align-circuits localize --model sparse-gpt2 --overwrite --out runs/demo/sparse-gpt2
 
 # Those marked `slow` are left out. `make test SEED=7` runs the others in a random order. Nothing is seeded then: a test that
 # draws without a seed of its own is to fail.
@@ -173,7 +173,7 @@ $(PACKAGE): pyproject.toml constraints.txt tests/install.sh
 	@-$(BIN)/python -m pip install --quiet --no-compile --no-deps -c constraints.txt uv
 	@sh tests/install.sh $(BIN)/python -c constraints.txt -e .
 	@echo "Environment, step 4 of 4: compiling the modules that are used (10 seconds)"
-	@HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python -c "import align_circuits.cli.localize_command as c; c.localize; import align_circuits as ac; ac.load('toy-llama-ica')"
+	@HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python -c "import align_circuits.cli.localize_command as c; c.localize; import align_circuits as ac; ac.load('sparse-gpt2')"
 	@touch $@
 
 $(READY): $(PACKAGE)

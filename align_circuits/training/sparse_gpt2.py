@@ -143,8 +143,9 @@ def pretrain_sparse(
     """Trains a GPT-2 of few heads from scratch and writes it to `out/model`; a killed run goes on.
 
     It learns standard prompts of `Seq2SeqTask` with automata fresh for every prompt. At the start five heads are taught
-    where to attend (`hints`); then they learn from the letters alone. Later, one after the other, the one among the
-    other heads that matters least is removed, until those five are left. The weights that would write the output of a removed head are 0; where it attends is left.
+    where to attend (`hints`); then they learn from the letters alone. Later all other heads are removed one by one,
+    each time that whose removal costs the least. The weights that would write the output of a removed head are 0; where
+    it attends is left.
 
     Source: pruning of the least important heads, step by step: Michel et al. (2019), "Are Sixteen Heads Really Better
     than One?", §4; there importance is a gradient, here the loss itself.
