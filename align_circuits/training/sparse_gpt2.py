@@ -175,11 +175,11 @@ def pretrain_sparse(
         out=inside(kept, "training"),
         progress=progress,
         recipe=asdict(recipe),
-        metrics=lambda trained, _: {"heads": float(trained.kept.sum())},
+        metrics=lambda *_: {"heads": float(network.kept.sum())},
     )
     with replacing_in(out) as new, torch.no_grad():
-        for layer, writes in enumerate(network.writers()):
-            writes.weight *= network.of(layer)[:, None]
+        for layer, writer in enumerate(network.writers()):
+            writer.weight *= network.of(layer)[:, None]
         network.model.save_pretrained(new / "model")
         char_tokenizer().save_pretrained(new / "model")
         run.log.to_csv(new / "log.csv", index=False)
