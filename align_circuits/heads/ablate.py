@@ -58,7 +58,8 @@ def ablate_heads(
     Returns:
         A table keyed by level, layer, head, `kind` (`"all"`, `"first"`, `"later"` targets) and `metric`: `"log_prob"`,
         the change of the mean log-probability of the target's token in nats, and `"accuracy"`, the change of accuracy.
-        The 95% intervals are over prompts, paired. With `screen` also by `estimated`, as `patch_heads`.
+        The 95% intervals are over prompts, paired. `Table.baselines` has the metrics of the intact model. With `screen`
+        also by `estimated`, as `patch_heads`.
 
     Raises:
         ValueError: A head that the model does not have, prompts without targets, baseline prompts that do not fit, a

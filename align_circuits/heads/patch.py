@@ -75,9 +75,10 @@ def patch_heads(
         A table keyed by `site`, level, layer, head, `positions`, `direction` (the pair's), `kind` (`"all"`, `"first"`,
         `"later"` targets) and `metric`: `"log_prob"`, the change of the mean log-probability of the target's token in
         nats, and `"accuracy"`.
-        The 95% intervals are over prompts, paired. With `screen` there is a column `estimated`; estimates of a metric
-        without a gradient (`"accuracy"`) are NaN, and `Table.top` takes either the estimates or the others, chosen with
-        `.where(estimated=False)`.
+        The 95% intervals are over prompts, paired. `Table.baselines` has the metrics without a patch, and
+        `Table.normalized` the effects on their scale. With `screen` there is a column `estimated`; estimates of a
+        metric without a gradient (`"accuracy"`) are NaN, and `Table.top` takes either the estimates or the others,
+        chosen with `.where(estimated=False)`.
 
     Raises:
         KeyError: A named position that the prompts do not have.

@@ -152,6 +152,29 @@ def test_masks_of_ones_own(models, clean, corrupted):
     assert set(values_of(table, positions="none").values()) == {0.0}
 
 
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+@pytest.mark.parametrize("how", ["END", "first", "none", "pattern", "reference"])
+def test_baselines_are_those_of_evaluate_whatever_is_patched(models, char_tokenizer, how, direction):
+    """Patches that begin before the prompts differ, behind that, and nowhere."""
+    texts = ["kABmnopA", "xkCDmnopC", "kEFmnopE"], ["kBAmnopA", "xkDCmnopC", "kFEmnopE"]
+    halves = Prompts.from_pairs(*texts, char_tokenizer, answer=["B", "D", "F"], positions={"first": 2})
+    options = ac.RunOptions("reference" if how == "reference" else "auto")
+    positions = (
+        {"none": torch.zeros_like(halves[0].mask)} if how == "none" else [how] if how in ("END", "first") else None
+    )
+    sites: Any = ["pattern"] if how == "pattern" else ["z"]
+    pair = ac.Pair(*halves, direction=direction, metric="log_prob")
+    table = patch_heads(models["llama"], pair, sites=sites, heads=[(1, 0)], positions=positions, options=options)
+    assert table.baselines is not None
+    for run, prompts in zip(("clean", "corrupted"), halves, strict=True):
+        expected: Any = ac.evaluate(models["llama"], prompts, metrics=["log_prob"]).where(kind="all", offset=None).frame
+        found: Any = table.baselines.where(run=run, kind="all").frame
+        assert found["value"].item() == pytest.approx(expected["value"].item(), abs=1e-5)
+        assert (found["low"].item(), found["high"].item()) == pytest.approx(
+            tuple(expected[["low", "high"]].iloc[0]), abs=1e-4
+        )
+
+
 def test_heads_that_share_keys_have_equal_rows(models, clean, corrupted):
     table = patch_heads(models["llama"], ac.Pair(clean, corrupted), sites=["k", "v"], heads=[(1, 0), (1, 3)])
     for site in ("k", "v"):
