@@ -77,8 +77,8 @@ NAMES = ("Mary", "John", "Anna", "Tom", "Kate", "Paul", "Lucy", "Mark", "Jane", 
 def pairs() -> list[dict[str, str]]:
     """Returns minimal pairs on the indirect object (Wang et al., 2023); the README shows the first two."""
     draw = random.Random(0)
-    text = "{} and {} went home, {} gave a drink to".format
-    rows = [("Mary", "John"), ("Tom", "Anna"), *(tuple(draw.sample(NAMES, 2)) for _ in range(22))]
+    text = "When {} and {} went to the store, {} gave a book to".format
+    rows = [("Mary", "John"), ("Tom", "Anna"), *(tuple(draw.sample(NAMES, 2)) for _ in range(10))]
     return [
         {"text": text(a, b, b), "answer": f" {a}", "wrong": f" {b}", "corrupted": text(a, b, a)}
         for a, b in (draw.sample(row, 2) if place > 1 else row for place, row in enumerate(rows))
@@ -94,7 +94,7 @@ def report() -> None:
         program = [sys.executable, "-c", "from align_circuits.cli import main; main()"]
         verb = ["patch", "--model", "smollm2", "--prompts", "pairs.jsonl", "--metric", "logit_diff", "--out", "run"]
         subprocess.run([*program, *verb], cwd=folder, check=True)
-        photograph((Path(folder) / "run" / "report.html").read_text(encoding="utf-8"), "report.png", 860, 960)
+        photograph((Path(folder) / "run" / "report.html").read_text(encoding="utf-8"), "report.png", 860, 1000)
 
 
 def prompt() -> None:
