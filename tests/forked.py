@@ -5,6 +5,7 @@ to import PyTorch in every process.
 """
 
 import ctypes
+import gc
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
@@ -37,13 +38,21 @@ def peak_of(make: Callable[..., Any], n: int, *arguments: Any) -> int:
 
 
 def _send_peak(sender: Any, make: Callable[..., Any], n: int, *arguments: Any) -> None:
+    make(2, *arguments)
+    sender.send(peak_here(lambda: make(n, *arguments)))
+
+
+def peak_here(work: Callable[[], Any]) -> int:
+    """Returns by how many bytes the memory of this process grows at the most during a call. On Linux alone."""
+
     def kilobytes(name: str) -> int:
         return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
 
-    make(2, *arguments)
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else what is free already would be used, and not be seen
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = kilobytes("VmRSS")
-    made = make(n, *arguments)
-    sender.send(1024 * (kilobytes("VmHWM") - before))
+    made = work()
+    peak = 1024 * (kilobytes("VmHWM") - before)
     del made
+    return peak

@@ -20,16 +20,16 @@ ROOMS = {
     "align_circuits/tables": (1371, 1100),
     "align_circuits/tasks": (2367, 2100),
     "align_circuits/models": (3301, 2400),
-    "align_circuits/run": (1973, 1500),
-    "align_circuits/heads": (3840, 2600),
-    "align_circuits/circuits": (1255, 1100),
+    "align_circuits/run": (2074, 1500),
+    "align_circuits/heads": (3854, 2600),
+    "align_circuits/circuits": (1265, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (2078, 1700),
-    "align_circuits/training": (1987, 1400),
+    "align_circuits/training": (2007, 1400),
     "align_circuits/cli": (2260, 1500),
     "align_circuits/papers": (10739, 8500),
     "hooks": (3846, 2600),
-    "tests": (31407, 20000),
+    "tests": (31545, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

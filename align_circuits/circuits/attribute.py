@@ -1,6 +1,6 @@
 """Attribution patching: what patching each head or edge would do, from gradients, at the price of a few passes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -35,6 +35,7 @@ from align_circuits.hooks.residual_edges import (
 )
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.run.forward_pass import capture, choose_engine, forward
+from align_circuits.run.memory import batch_tokens, check_memory, of_edges, of_gradients
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import CachedPair, Pair
 from align_circuits.run.target_metrics import repeat
@@ -111,7 +112,7 @@ def attribute_heads(
             )
         for layer in layers:
             check_heads_apart(model, layer, site)
-    pair = _checked(model, pair, steps, options)
+    pair = _checked(model, pair, steps, options, of_gradients)
     cfg, device = model.cfg, device_of(model)
     places: list[tuple[Site, int]] = [(site, layer) for site in sites for layer in layers]
     names = [*dict.fromkeys(name_of(site, layer) for site, layer in places)]
@@ -210,7 +211,7 @@ def attribute_edges(
     """
     if method not in get_args(EdgeMethod):
         raise ValueError(f"method={method!r}: choose one of {', '.join(map(repr, get_args(EdgeMethod)))}")
-    pair = _checked(model, pair, steps, options)
+    pair = _checked(model, pair, steps, options, of_edges)
     residual_edges = residual_edges_of(model, pair.base)
     graph, device = residual_edges.graph, device_of(model)
     senders, sites, columns = sent_from(graph), sites_of(graph), columns_of(graph)
@@ -262,13 +263,22 @@ def attribute_edges(
     return pair.edge_table(graph, graph.edges, measured[2:], provenance, measured[:2])
 
 
-def _checked(model: HookedModel, pair: Pair, steps: int, options: RunOptions) -> Pair:
-    """The pair, with all that its metric needs."""
+def _checked(
+    model: HookedModel, pair: Pair, steps: int, options: RunOptions, bytes_of: Callable[[HookedModel, int, int], float]
+) -> Pair:
+    """The pair, with all that its metric needs; `bytes_of` estimates the memory of a batch."""
     if steps < 1:
         raise ValueError(f"steps={steps}: integrated gradients take at least 1")
     if pair.metric == "accuracy":
         raise ValueError("metric='accuracy' has no gradient: choose 'log_prob', 'logit', 'prob' or 'logit_diff'")
     check_fits(model, pair.clean)
+    count, whole = pair.base.mask.shape
+
+    def needed(length: int) -> float:
+        tokens = batch_tokens(count, length, options.batch_size)
+        return bytes_of(model, tokens, tokens * len(pair.queries) // whole * model.cfg.d_vocab)
+
+    check_memory("attribution", model, needed, whole, ", a smaller RunOptions(batch_size=...)")
     return pair.prepared(model, options)
 
 

@@ -10,6 +10,7 @@ from align_circuits.hooks.heads import Head
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import forward
+from align_circuits.run.memory import check_memory, of_attention
 from align_circuits.run.options import RunOptions
 
 
@@ -20,7 +21,18 @@ def attention_from(
     positions: Int[Tensor, " row"],
     options: RunOptions = RunOptions(),
 ) -> dict[Head, Float[Tensor, "row pos"]]:
-    """Returns the attention of each head from each of the positions of a single prompt, on the CPU."""
+    """Returns the attention of each head from each of the positions of a single prompt, on the CPU.
+
+    Raises:
+        ValueError: Prompts that do not fit the model, or attention that does not fit into memory.
+    """
+    rows, length = len(positions), prompt.mask.shape[1]
+    kept = len(heads) / model.cfg.n_heads  # layers' worth of heads
+
+    def needed(length: int) -> float:
+        return of_attention(model, min(rows, length), length, kept)
+
+    check_memory("the attention of heads", model, needed, length, ", fewer heads or positions")
     patterns: dict[Head, Tensor] = {}
 
     def keep(_: Tensor, layer: int, pattern: Float[Tensor, "row head pos"]) -> None:  # one batch has all rows

@@ -52,7 +52,7 @@ def fitting_prompts(model: HookedModel, prompts: Prompts, device: torch.device, 
         return max(1, CPU_TOKENS // length)
     # Rough bounds of what a forward pass holds at once: a layer, the logits with their softmax, and the patterns, which
     # fused attention never makes. Half of the memory is left to all that is not counted.
-    numbers = length * (12 * config.d_model + 4 * _mlp_width(config)) + 2 * length * config.d_vocab
+    numbers = length * (12 * config.d_model + 4 * mlp_width(config)) + 2 * length * config.d_vocab
     numbers += 4 * config.n_heads * length * (length if engine == "reference" else 64)
     return max(1, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
 
@@ -64,7 +64,7 @@ def fitting_tokens(model: HookedModel, prompts: Prompts, device: torch.device) -
     length, config = prompts.mask.shape[1], model.cfg
     # The unedited run stays in memory for all layers: streams, keys, values and z.
     kept = 4 * config.n_layers * config.d_model
-    numbers = kept + 16 * config.d_model + 4 * _mlp_width(config) + 4 * config.n_heads * length + 2 * config.d_vocab
+    numbers = kept + 16 * config.d_model + 4 * mlp_width(config) + 4 * config.n_heads * length + 2 * config.d_vocab
     return max(length, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
 
 
@@ -77,7 +77,8 @@ def is_padded_float64(model: Any, prompts: Prompts) -> bool:
     return first is not None and first.dtype == torch.float64 and not bool(prompts.mask.all())
 
 
-def _mlp_width(config: Any) -> int:
+def mlp_width(config: Any) -> int:
+    """Returns how wide the hidden layer of an MLP is."""
     return getattr(config, "d_mlp", None) or 4 * config.d_model
 
 

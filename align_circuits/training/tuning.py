@@ -41,6 +41,7 @@ from align_circuits.models.lora import (
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance, parameters_of
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
+from align_circuits.run.memory import check_memory, of_training
 from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
@@ -308,6 +309,7 @@ def tune(
     reason = why_not_fast(model)
     if clamps and reason:
         raise ValueError(f"heads of this model cannot be clamped while it is tuned: {reason}")
+    _check_memory(model, data, config, seed)
     folder = None if out is None else writable_folder(out)
     kept = folder if state is None else writable_folder(state)
     trained, matrices = unwrapped(model), compat.matrices_of(model)
@@ -378,6 +380,24 @@ def tune(
             save_adapter(adapted, new / "adapter")
             table.save(new)
     return TuneRun(bridge, table, run.log, config, folder)
+
+
+def _check_memory(model: HookedModel, data: "_TuningData", config: TuneConfig, seed: int) -> None:
+    """Raises a ValueError unless the activations of an update fit into memory."""
+    (prompts, length), (positions,) = (part.shape for part in data.batch(1, seed)[:2])
+    layers = model.cfg.n_layers - min(config.chosen_layers or (0,))
+    how: Any = {
+        "logits": prompts * positions * model.cfg.d_vocab,
+        "layers": layers,
+        "dropped": len(config.matrices) * (config.dropout > 0),
+        "recomputed": config.checkpointing,
+    }
+
+    def needed(length: int) -> float:
+        return of_training(model, prompts * length, **how)
+
+    remedy = ", a smaller batch=" + ("" if config.checkpointing else ", checkpointing=True")
+    check_memory("tune", model, needed, length, remedy)
 
 
 def preset_for(parameters: int) -> Literal["small", "paper"]:

@@ -1,0 +1,100 @@
+"""What verbs take of memory beside the model, estimated before anything runs.
+
+The factors were measured on Llamas of several depths and widths (`tests/run/test_memory.py`), where they are right
+within 30%. They count the activations that are alive at once; what stays the same however long the prompts are, such as
+PyTorch's own buffers, is left out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.models.folder_checks import memory_of_machine, readable_size
+from align_circuits.models.protocol import parameters_of
+from align_circuits.run.batching import CPU_TOKENS, mlp_width
+
+COPIES_OF_LOGITS = 5
+"""Logits, their softmax, and their gradients, in float32."""
+
+
+def of_gradients(model: HookedModel, tokens: int, logits: int, *, layers: int | None = None) -> float:
+    """Returns the bytes of a pass forward and back, beside two runs whose activations are kept.
+
+    Args:
+        model: The model.
+        tokens: In a batch.
+        logits: The numbers of all logits of a batch, at the positions that are read.
+        layers: Through how many layers gradients flow; all by default.
+    """
+    config, size = model.cfg, _bytes_of(model)
+    depth = config.n_layers if layers is None else layers
+    return size * tokens * depth * (21.5 * config.d_model + 5 * mlp_width(config)) + 4 * COPIES_OF_LOGITS * logits
+
+
+def of_edges(model: HookedModel, tokens: int, logits: int) -> float:
+    """Returns the bytes of gradients at all edges, whose senders' outputs are kept apart; arguments as above."""
+    config = model.cfg
+    senders = 1 + config.n_layers * (config.n_heads + 1)
+    numbers = config.n_layers * (50 * config.d_model + 0.8 * mlp_width(config)) + 1.25 * senders * config.d_model
+    return _bytes_of(model) * tokens * numbers + 4 * COPIES_OF_LOGITS * logits
+
+
+def of_attention(model: HookedModel, rows: int, length: int, layers: float) -> float:
+    """Returns the bytes of rows of the attention of some layers that are kept, beside those of the one that runs."""
+    return 4 * model.cfg.n_heads * rows * length * (layers + 1.65)
+
+
+def of_training(model: HookedModel, tokens: int, logits: int, layers: int, dropped: int, *, recomputed: bool) -> float:
+    """Returns the bytes of a step of training with LoRA.
+
+    Args:
+        model: The model.
+        tokens: In a batch.
+        logits: As of `of_gradients`.
+        layers: From the lowest one that is tuned to the last one.
+        dropped: How many matrices of a layer have dropout at their input.
+        recomputed: Whether activations are computed anew in the pass back.
+    """
+    config = model.cfg
+    layer = (17 + 4.3 * dropped) * config.d_model + 3.5 * mlp_width(config)
+    kept = layers * 2 * config.d_model + 2.6 * layer if recomputed else layers * layer
+    return _bytes_of(model) * tokens * kept + 4 * COPIES_OF_LOGITS * logits
+
+
+def batch_tokens(prompts: int, length: int, batch_size: int | str) -> int:
+    """Returns how many tokens a batch of prompts holds where gradients are taken."""
+    return length * min(prompts, max(1, CPU_TOKENS // length) if isinstance(batch_size, str) else batch_size)
+
+
+def check_memory(what: str, model: HookedModel, needed: Callable[[int], float], length: int, remedy: str = "") -> None:
+    """Raises a ValueError unless what a verb takes fits into the memory of the machine, or of its GPU.
+
+    Args:
+        what: The verb, for people.
+        model: The model.
+        needed: The bytes by the length of the prompts.
+        length: Of these prompts.
+        remedy: What else helps than shorter prompts.
+    """
+    device = next(parameters_of(model))[1].device
+    on_gpu = device.type == "cuda"
+    limit = torch.cuda.get_device_properties(device).total_memory if on_gpu else memory_of_machine()
+    if needed(length) <= limit:
+        return
+    low, high = 0, length
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= limit else (low, middle)
+    fitting = f" (of {low:,} tokens they would fit)" if low else ""
+    raise ValueError(
+        f"{what} on prompts of {length:,} tokens takes some {readable_size(int(needed(length)))} of memory beside the "
+        f"model, but {'this GPU' if on_gpu else 'this machine'} has {readable_size(limit)}: give shorter prompts"
+        f"{fitting}{remedy}, or take a larger machine"
+    )
+
+
+def _bytes_of(model: Any) -> int:
+    """The bytes of a number of the model; activations of half precision are widened here and there."""
+    return max(next(parameters_of(model))[1].element_size(), 2)
