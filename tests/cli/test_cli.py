@@ -387,18 +387,18 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
         "score": ac.score_heads(model, clean),
         "localize": ac.localize(model, clean, corrupted=corrupted, n_controls=1).table,
     }
-    options = {"localize": ["--n-controls", "1"], "score": []}
+    options, printed = {"localize": ["--n-controls", "1"], "score": []}, ""
     for verb, table in expected.items():
         out = tmp_path / verb
-        capsys.readouterr()
         assert main([verb, *common, *options.get(verb, ["--metric", "logit_diff"]), "--out", str(out)]) == 0
+        printed += (said := capsys.readouterr().out)
         if verb == "localize":
-            assert "搬运🙂" in capsys.readouterr().out and "搬运🙂" in (out / "report.html").read_text(encoding="utf-8")
+            assert "搬运🙂" in said and "搬运🙂" in (out / "report.html").read_text(encoding="utf-8")
         np.testing.assert_array_equal(Table.load(out).frame["value"], table.frame["value"])
-    printed, page = capsys.readouterr().out, (tmp_path / "score" / "report.html").read_text(encoding="utf-8")
+    page = (tmp_path / "score" / "report.html").read_text(encoding="utf-8")
     shown = re.sub("<script.*?</script>|<[^>]*>", "", page, flags=re.DOTALL)
-    assert re.search(r"mover +L\dH\d", printed) and "Highest scores: mover L" in shown, "own relations come first"
-    assert "The relation mover: a query" in shown and "symbol" not in shown
+    assert re.search(r"搬运🙂 +L\dH\d", printed) and "Highest scores: 搬运🙂 L" in shown, "own relations come first"
+    assert "The relation 搬运🙂: a query" in shown and "symbol" not in shown
     assert "not named, and the tests that failed" in printed and re.search(
         r"accuracy: clean 0\.\d\d .*corrupted", printed
     )
