@@ -62,8 +62,8 @@ def test_a_cpu_takes_at_least_one_prompt(monkeypatch):
 
 
 def test_an_mlp_of_unknown_width_is_four_times_as_wide_as_the_stream():
-    assert batching._mlp_width(SimpleNamespace(d_model=7)) == 28
-    assert batching._mlp_width(SimpleNamespace(d_model=7, d_mlp=5)) == 5
+    assert batching.mlp_width(SimpleNamespace(d_model=7)) == 28
+    assert batching.mlp_width(SimpleNamespace(d_model=7, d_mlp=5)) == 5
 
 
 def test_batches_on_a_gpu_fill_half_of_its_free_memory(random_hf_model, monkeypatch):
