@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (2260, 1500),
     "align_circuits/papers": (10739, 8500),
     "hooks": (3846, 2600),
-    "tests": (31545, 20000),
+    "tests": (31549, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -1,8 +1,7 @@
 """What verbs take of memory beside the model, estimated before anything runs.
 
 The factors were measured on Llamas of several depths and widths (`tests/run/test_memory.py`), where they are right
-within 30%. They count the activations that are alive at once; what stays the same however long the prompts are, such as
-PyTorch's own buffers, is left out.
+within 30%. They count what PyTorch holds at once; of what it gives back a process may keep some.
 """
 
 from collections.abc import Callable
@@ -19,48 +18,49 @@ COPIES_OF_LOGITS = 5
 """Logits, their softmax, and their gradients, in float32."""
 
 
-def of_gradients(model: HookedModel, tokens: int, logits: int, *, layers: int | None = None) -> float:
+def of_gradients(model: HookedModel, tokens: int, logits: int) -> float:
     """Returns the bytes of a pass forward and back, beside two runs whose activations are kept.
 
     Args:
         model: The model.
         tokens: In a batch.
         logits: The numbers of all logits of a batch, at the positions that are read.
-        layers: Through how many layers gradients flow; all by default.
     """
     config, size = model.cfg, _bytes_of(model)
-    depth = config.n_layers if layers is None else layers
-    return size * tokens * depth * (21.5 * config.d_model + 5 * mlp_width(config)) + 4 * COPIES_OF_LOGITS * logits
+    layer = 14 * config.d_model + 4 * mlp_width(config)
+    return size * tokens * (config.n_layers * layer + 4.5 * config.d_model) + 4 * COPIES_OF_LOGITS * logits
 
 
 def of_edges(model: HookedModel, tokens: int, logits: int) -> float:
     """Returns the bytes of gradients at all edges, whose senders' outputs are kept apart; arguments as above."""
-    config = model.cfg
-    senders = 1 + config.n_layers * (config.n_heads + 1)
-    numbers = config.n_layers * (50 * config.d_model + 0.8 * mlp_width(config)) + 1.25 * senders * config.d_model
-    return _bytes_of(model) * tokens * numbers + 4 * COPIES_OF_LOGITS * logits
+    senders = 1 + model.cfg.n_layers * (model.cfg.n_heads + 1)
+    written = 1.35 * senders * model.cfg.d_model
+    return of_gradients(model, tokens, logits) + _bytes_of(model) * tokens * written
 
 
 def of_attention(model: HookedModel, rows: int, length: int, layers: float) -> float:
     """Returns the bytes of rows of the attention of some layers that are kept, beside those of the one that runs."""
-    return 4 * model.cfg.n_heads * rows * length * (layers + 1.65)
+    return 4 * model.cfg.n_heads * rows * length * (layers + 1.4)
 
 
-def of_training(model: HookedModel, tokens: int, logits: int, layers: int, dropped: int, *, recomputed: bool) -> float:
+def of_training(
+    model: HookedModel, prompts: int, length: int, logits: int, layers: int, dropped: int, *, recomputed: bool
+) -> float:
     """Returns the bytes of a step of training with LoRA.
 
     Args:
         model: The model.
-        tokens: In a batch.
+        prompts: In a batch.
+        length: Of a prompt.
         logits: As of `of_gradients`.
         layers: From the lowest one that is tuned to the last one.
         dropped: How many matrices of a layer have dropout at their input.
         recomputed: Whether activations are computed anew in the pass back.
     """
     config = model.cfg
-    layer = (17 + 4.3 * dropped) * config.d_model + 3.5 * mlp_width(config)
-    kept = layers * 2 * config.d_model + 2.6 * layer if recomputed else layers * layer
-    return _bytes_of(model) * tokens * kept + 4 * COPIES_OF_LOGITS * logits
+    layer = (5.7 + 1.5 * dropped) * config.d_model + 2.25 * mlp_width(config) + 1.45 * config.n_heads * length
+    kept = layers * config.d_model + 1.4 * layer if recomputed else layers * layer
+    return _bytes_of(model) * prompts * length * kept + 4 * COPIES_OF_LOGITS * logits
 
 
 def batch_tokens(prompts: int, length: int, batch_size: int | str) -> int:

@@ -394,7 +394,7 @@ def _check_memory(model: HookedModel, data: "_TuningData", config: TuneConfig, s
     }
 
     def needed(length: int) -> float:
-        return of_training(model, prompts * length, **how)
+        return of_training(model, prompts, length, **how)
 
     remedy = ", a smaller batch=" + ("" if config.checkpointing else ", checkpointing=True")
     check_memory("tune", model, needed, length, remedy)
