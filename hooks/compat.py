@@ -716,7 +716,7 @@ def norms_heads_together(bridge: Any, layer: int, site: str) -> bool:
     return weight is not None and weight.ndim == 1 and len(weight) > width > 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Fused:
     """A linear layer whose parts a bridge has split off: queries, keys and values, or both inputs of a gated MLP."""
 

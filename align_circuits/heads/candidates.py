@@ -118,6 +118,11 @@ def limits(task: Task, prompts: Prompts, roles: Sequence[str], fdr: float) -> tu
     """Returns what cannot be established for these roles on the prompts that test, in sentences."""
     smallest = smallest_p_values(prompts, roles)
     notes = [
+        f"No head can be named for {role}: the prompts have no relation of that name."
+        for role in task.roles
+        if role not in prompts.relations
+    ]
+    notes += [
         f"No head can be named for {role}: the smallest p-value that these prompts allow is {smallest[role]:.2g}."
         for role in roles
         if smallest[role] > fdr

@@ -124,7 +124,10 @@ def localize(
         discovery, tested = prompts[:half], prompts[half:]
         roles = [role for role in task.roles if len(prompts.relations.get(role, ()))]
         if not roles:
-            raise ValueError(f"no role to name heads for: the prompts have no row of {', '.join(task.roles)}")
+            raise ValueError(
+                f"no role to name heads for: the prompts have no row of {', '.join(task.roles)}; add a relation of "
+                "that name to them, prompts.with_relations(name=Relation...)"
+            )
         metrics = [*roles, *(f"{role}_attention" for role in roles)]
         pair = Pair(*task.pairs(tested, seed))
 

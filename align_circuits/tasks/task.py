@@ -88,20 +88,9 @@ class Task(ABC):
 
 
 def sampled(task: Task, n: int, tokenizer: Any, seed: int) -> Prompts:
-    """Returns what a task samples, or raises if it is not what `localize` needs.
-
-    Raises:
-        TypeError: Something else than prompts.
-        ValueError: Prompts without a relation that the task names as a role.
-    """
+    """Returns what a task samples, or raises a `TypeError` if that is no prompts."""
     prompts = task.sample(n, tokenizer, seed=seed)
     _check_made(task, "sample", prompts)
-    if missing := [role for role in task.roles if role not in prompts.relations]:
-        raise ValueError(
-            f"{type(task).__name__}.roles has {missing[0]!r}, but its prompts have no such relation, only "
-            f"{', '.join(map(repr, prompts.relations)) or 'none'}: return "
-            f"prompts.with_relations({missing[0]}=Relation...) from sample, or leave the role out"
-        )
     return prompts
 
 

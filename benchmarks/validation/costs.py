@@ -187,7 +187,8 @@ def patch_work(shape: ModelShape, sizes: PromptSizes, heads: int | None = None, 
     runs = shape.layers * shape.heads if heads is None else heads
     above = runs * (shape.layers - 1) / 2 if above is None else above
     other = edited_work(sizes, sizes.changed, shape.layers)
-    other += Work(mlp=sizes.prompts * (sizes.targets - sizes.changed))
+    targets = sizes.prompts * sizes.targets  # its predictions are baselines
+    other += Work(mlp=targets - sizes.prompts * sizes.changed, logits=targets)
     return base_work(shape, sizes) + other + edited_work(sizes, sizes.changed, above, runs)
 
 

@@ -847,10 +847,11 @@ def test_provenance_tells_edits_apart(models):
     opposite = ac.evaluate(model, EQUAL, edits=[replace(steer, vector=-torch.ones(32))]).provenance.settings["edits"]
     assert opposite == [{**records[2], "vector": opposite[0]["vector"]}] != [records[2]]
     evaluated, scored = ac.evaluate(model, EQUAL, edits=edits), ac.score_heads(model, EQUAL, ["previous"], edits=edits)
-    assert evaluated.provenance.settings == {"edits": records}
+    measured = {"metrics": ["accuracy", "log_prob"]}
+    assert evaluated.provenance.settings == {**measured, "edits": records}
     assert scored.provenance.settings == {"metrics": ["previous"], "edits": records}
     assert Provenance.from_json(scored.provenance.to_json()) == scored.provenance
-    assert ac.evaluate(model, EQUAL).provenance.settings == {}
+    assert ac.evaluate(model, EQUAL).provenance.settings == measured
     assert evaluated.provenance.engine == "fast", "the pattern is clamped inside the attention function"
 
 

@@ -1,8 +1,11 @@
 """Experiments run at their smallest scale, and their checks can fail."""
 
 import json
+from collections import UserList
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import EntryPoint
+from threading import Lock
 from typing import Any, get_args
 
 import numpy as np
@@ -312,7 +315,17 @@ def missing(*, n: int) -> pd.DataFrame:
     return pd.DataFrame({"layer": pd.array([n, None], dtype="Int64"), "value": [0.1, 0.2]})
 
 
-CALLS: list[Any] = []
+class Calls(UserList[Any]):
+    """What was called. No result rests on it: with a lock, which nothing tells, it has the identity that it says."""
+
+    identity = "calls"
+
+    def __init__(self, called: Iterable[Any] = ()):
+        super().__init__(called)
+        self.lock = Lock()
+
+
+CALLS = Calls()
 
 
 def powers(config: Numbers, _: Inputs) -> list[Measurement]:

@@ -204,7 +204,10 @@ def test_text_and_fingerprint_come_from_the_tokenizer(char_tokenizer, byte_bpe_t
     assert prompts.text[1] == "".join(prompts.token_text[0][:2])
     assert "".join(prompts.token_text[0]).replace(" ", "") == "AB=cd"
     assert prompts.tokenizer_hash == vocabulary_hash(char_tokenizer) != vocabulary_hash(byte_bpe_tokenizer)
-    spaces = SimpleNamespace(decode=lambda _, *, clean_up_tokenization_spaces=True: " ."[clean_up_tokenization_spaces:])
+    spaces = SimpleNamespace(
+        decode=lambda _, *, clean_up_tokenization_spaces=True: " ."[clean_up_tokenization_spaces:],
+        convert_ids_to_tokens=lambda _: " .",
+    )
     assert text_of(spaces, torch.tensor([5])) == {5: " ."}, "with its space"
     by_id = vocabulary_hash(SimpleNamespace(get_vocab=lambda: {"a": 1, "b": 0}))
     assert by_id == hashlib.sha256(b"0\tb\n1\ta\n").hexdigest()[:16], "which files hold"

@@ -92,18 +92,19 @@ def test_the_recipe_of_the_documentation_is_a_task(tmp_path, char_tokenizer):
             r"Wrong.corrupt returned a Tensor: return Prompts",
         ),
         ("corrupt", lambda _, prompts, **__: prompts, ValueError, "Wrong.corrupt returned the prompts as they were"),
-        (
-            "roles",
-            {"mover": "moves"},
-            ValueError,
-            r"Wrong.roles has 'mover', but its prompts have no such relation, only 'i",
-        ),
+        ("roles", {"mover": "moves"}, ValueError, r"no row of mover; add a relation of that name to them"),
     ],
 )
 def test_a_task_that_returns_something_else_is_told_so(random_hf_model, method, returned, error, message):
     wrong = type("Wrong", (Shifted,), {method: returned})
     with pytest.raises(error, match=message):
         ac.localize(ac.load(random_hf_model("llama")), wrong(), n=16)
+
+
+def test_a_role_whose_relation_is_missing_is_named(random_hf_model):
+    task = type("Wrong", (Shifted,), {"roles": {**Shifted.roles, "mover": "moves"}})()
+    found = ac.localize(ac.load(random_hf_model("llama")), task, n=16, n_controls=0)
+    assert "No head can be named for mover: the prompts have no relation of that name." in found.summary
 
 
 def test_pairs_come_from_the_corruption_or_from_other_prompts():

@@ -209,7 +209,7 @@ def test_heads_are_edited_in_all_layers_by_default():
     assert ablate_work(SHAPE, SIZES, heads=2) == ablate_work(SHAPE, SIZES, 2, 2 * 1 / 2), "half of the layers below"
     changed = edited_work(SIZES, 2, above, 6)
     other = patch_work(SHAPE, SIZES) + -1 * (base_work(SHAPE, SIZES) + changed)
-    assert other == replace(edited_work(SIZES, 2, 2), mlp=4 * (2 + 5)), "the last MLP runs at the targets"
+    assert other == replace(edited_work(SIZES, 2, 2), mlp=4 * (2 + 5), logits=4 * 5), "the last MLP runs at the targets"
     assert patch_work(SHAPE, SIZES, heads=2) == patch_work(SHAPE, SIZES, 2, 2 * 1 / 2)
 
 
@@ -249,9 +249,11 @@ def test_localize_by_hand():
     scored = 4 * run + 11 * 7 * 2
     chosen = run + run + 4 / 2 * layer + run + 5 * 2 * 2 + 4 / 2 * 5 * 2  # candidates, on the half that chooses
     ablated = run + run + (4 / 2 + 8 * 0.5 * 2) * layer
-    patched, alone = (run + 5 * 2 * 2 + heads / 2 * 5 * 2 for heads in (4 + 3, 4))
+    patched, alone = (
+        run + 5 * 2 * 2 + heads / 2 * 5 * 2 for heads in (4 + 2 + 3, 4 + 2)
+    )  # two of six are no candidates
     assert work.attention == scored + chosen + ablated + patched
-    assert work.logits == 5 * 5 * (4 + (1 + 1 + 4) + (1 + 4) + (1 + 1 + 4 + 8) + (1 + 4 + 3)) + 11
+    assert work.logits == 5 * 5 * (4 + (1 + 1 + 4) + (1 + 1 + 4) + (1 + 1 + 4 + 8) + (1 + 1 + 4 + 2 + 3)) + 11
     assert work.products == _OF_A_ROW * 2 * 3 * 7 * (4 * 5 * 5 + 11)
     without = localize_work(SHAPE, sizes, 4, 8, above=0.5, renamed=0)
     assert without.attention == 4 * run + chosen + ablated + alone, "nothing is exchanged or renamed"
