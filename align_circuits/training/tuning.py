@@ -21,7 +21,7 @@ from align_circuits.checks import checked
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionParts, take_parts, why_not_fast
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
-from align_circuits.hooks.left_as_found import leaves_as_found
+from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.jobs.identity import identity_of
@@ -425,6 +425,8 @@ class _TuningData:
     """By whether the test inputs are out of distribution."""
     scored: Sequence[str] = PROBED
     """The relations that probes score heads on."""
+    whole: bool = False
+    """Whether batches keep what follows the last prediction, as where angles depend on the length of a prompt."""
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -466,7 +468,7 @@ class _TuningData:
                 tests = sample_finite_dataset(probed_task, n, tokenizer, PROBE_SEED + seed)
                 probes[ood] = in_context(probed_task, dataset, tests, seed=PROBE_SEED + seed)
             check_fits(model, probes[ood])
-        data = cls(task, config, tokenizer, dataset, probes)
+        data = cls(task, config, tokenizer, dataset, probes, whole=_rotates_by_length(model))
         data.batch(1, seed)  # raises here, before anything is written, if the dataset is too small
         return data
 
@@ -485,7 +487,8 @@ class _TuningData:
             probed = task.sample(config.prompts_per_probe, tokenizer, PROBE_SEED + seed)
         check_fits(model, probed)
         scored = [name for name in task.roles if len(probed.relations.get(name, ()))]
-        data = cls(task, config, tokenizer, None, {False: probed}, scored)
+        whole = _rotates_by_length(model)
+        data = cls(task, config, tokenizer, None, {False: probed}, scored, whole)
         data.batch(1, seed)  # raises here, before anything is written
         return data
 
@@ -515,13 +518,19 @@ class _TuningData:
             positions, place = query.unique(return_inverse=True)
             labels = torch.full((len(prompts), len(positions)), IGNORED)
             labels[prompt, place] = prompts.column("token")
-            end = int(positions[-1]) + 1
+            end = prompts.tokens.shape[1] if self.whole else int(positions[-1]) + 1
             padded = () if prompts.mask.all() else (prompts.mask[:, :end],)
             return prompts.tokens[:, :end], positions, labels, *padded
         kinds, example = prompts.token_kinds[0], prompts.example[0]  # all prompts of a task have one layout
         in_loss = (kinds == TokenKind.OUTPUT) & ((example == example.max()) | (self.config.loss_on == "all"))
         target = in_loss.nonzero()[:, 0]
-        return prompts.tokens[:, : int(target[-1])], target - 1, prompts.tokens[:, target]
+        end = prompts.tokens.shape[1] if self.whole else int(target[-1])
+        return prompts.tokens[:, :end], target - 1, prompts.tokens[:, target]
+
+
+def _rotates_by_length(model: HookedModel) -> bool:
+    """Whether angles depend on the length of a prompt, so that its end counts, from which nothing is predicted."""
+    return bool(compat.rotating_by_length(modules_in(model)))
 
 
 def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...], *, skips: bool = False) -> Float[Tensor, ""]:
