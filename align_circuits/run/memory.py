@@ -80,7 +80,7 @@ def check_memory(what: str, model: HookedModel, needed: Callable[[int], float], 
     """
     device = next(parameters_of(model))[1].device
     on_gpu = device.type == "cuda"
-    limit = torch.cuda.get_device_properties(device).total_memory if on_gpu else memory_of_machine()
+    limit = torch.cuda.mem_get_info(device)[1] if on_gpu else memory_of_machine()
     if needed(length) <= limit:
         return
     low, high = 0, length

@@ -79,9 +79,11 @@ class Case:
 
     @cached_property
     def function_vectors(self) -> list[float]:
+        means = self.means  # from runs of their own, before hooks are attached to others
+
         def put(layer: int, head: int) -> list[Change]:
             def change(z: Tensor) -> Tensor:
-                new = self.plain.put("z", head, self.means["z", layer].expand_as(z))(z)
+                new = self.plain.put("z", head, means["z", layer].expand_as(z))(z)
                 return torch.cat([new[:, :-1], z[:, -1:]], 1)
 
             return [(("z", layer), change)]
