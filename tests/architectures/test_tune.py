@@ -22,10 +22,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # TransformerLens's and PEFT's
 ]
 
-# The fourth is longer than "longrope"'s short factors reach by the one token that nothing follows.
-PROMPTS = ac.Prompts.from_tokens(
-    [[1, *range(5, 24)], [1, 9, 8, 7, 6, 5, 9, 8, 7], [1, 30, 31, 30, 31], [1, *range(40, 52)], [1, 7, 7, 8, 7, 7, 8]]
-)
+TEXTS = [
+    [1, *range(5, 24)],
+    [1, 9, 8, 7, 6, 5, 9, 8, 7],
+    [1, 30, 31, 30, 31],
+    [1, *range(40, 55)],
+    [1, 7, 7, 8, 7, 7, 8],
+]
 STEPS, LR, RANK, ALPHA = 3, 5e-4, 4, 8
 
 
@@ -81,6 +84,8 @@ def texts_of(prompts: ac.Prompts) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED_AT_LOAD])
 def test_tuning_is_that_of_peft(name, tmp_path):
+    # "longrope" takes short factors up to 12 tokens: the last of 13 counts, though nothing is predicted from it.
+    prompts = ac.Prompts.from_tokens([*TEXTS[:3], TEXTS[3][:13], TEXTS[4]] if "long-rope" in name else TEXTS)
     without_dropout(tiny(name)).save_pretrained(tmp_path / "base")
     model: Any = ac.load(tmp_path / "base")
     without_dropout(model.original_model)
@@ -92,13 +97,13 @@ def test_tuning_is_that_of_peft(name, tmp_path):
             projections = list(dict.fromkeys([*projections, *matrices]))
             continue
         with pytest.raises(ValueError, match=re.escape(reason)):
-            ac.tune(model, PROMPTS, ac.TuneConfig(projections=matrices, **settings), progress=False)
+            ac.tune(model, prompts, ac.TuneConfig(projections=matrices, **settings), progress=False)
         if "gate, up" in reason:
             projections += ["gate", "up", "down"]
     config = ac.TuneConfig(projections=tuple(projections), probe_every=1, **settings)
-    run = ac.tune(model, PROMPTS, config, out=tmp_path / "run", progress=False)
+    run = ac.tune(model, prompts, config, out=tmp_path / "run", progress=False)
 
-    learned, held_out = OwnPrompts(PROMPTS).split(0)
+    learned, held_out = OwnPrompts(prompts).split(0)
     plain = without_dropout(tiny(name))
     targets = modules_of(plain, projections)
     twin, losses = by_hand(plain, targets, texts_of(learned.prompts))
@@ -111,7 +116,7 @@ def test_tuning_is_that_of_peft(name, tmp_path):
     after = model.state_dict()
     assert all(torch.equal(after[key], before[key]) for key in before), "the base model stays as it was"
     with torch.no_grad(), torch.random.fork_rng(devices=[]):  # PEFT draws weights before it reads them
-        tokens = torch.tensor(texts_of(PROMPTS)[:1])
+        tokens = torch.tensor(texts_of(prompts)[:1])
         expected = twin(tokens).logits
         elsewhere = PeftModel.from_pretrained(tiny(name), str(tmp_path / "run" / "adapter")).eval()
         again = ac.load(tmp_path / "run" / "adapter")
