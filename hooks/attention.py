@@ -186,7 +186,7 @@ def why_not_fast(model: HookedModel) -> str | None:
     """Returns why the fast path does not apply to a model, or None where it does."""
     architecture = getattr(model.cfg, "architecture", None)
     if compat.is_bridge(model) and architecture not in ARCHITECTURES:
-        if (getattr(model.cfg, "attn_scores_soft_cap", None) or 0) > 0:
+        if compat.caps_scores(model):
             return f"{architecture} caps its attention scores, which fused attention does not honour"
         if any(name.endswith("sinks") for name, _ in compat.wrapped(model).named_parameters()):
             return f"{architecture} has attention sinks, which fused attention does not honour"

@@ -274,7 +274,12 @@ def has_fused_attention(bridge: Any) -> bool:
 
     Its "sdpa" leaves the caps of scores out (Gemma 2), and classes say whether they know it (GPT-OSS has sinks).
     """
-    return bool(wrapped(bridge)._supports_sdpa) and not getattr(bridge.cfg, "attn_scores_soft_cap", None)
+    return bool(wrapped(bridge)._supports_sdpa) and not caps_scores(bridge)
+
+
+def caps_scores(bridge: Any) -> bool:
+    """Whether a model caps its attention scores; TransformerLens's number for no cap is below 0."""
+    return (getattr(bridge.cfg, "attn_scores_soft_cap", None) or 0) > 0
 
 
 def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:

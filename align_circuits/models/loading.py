@@ -182,9 +182,17 @@ def load(
         source = source.to(chosen_device(device))  # pyright: ignore[reportArgumentType]
     if dtype is not None:
         source = source.to(dtype)  # pyright: ignore[reportArgumentType]
-    name = str(source.name_or_path or "model")
+    bridge = wrapped_in_place(source, tokenizer)
     _say_wrapped(type(source).__name__)
-    return _bridge(source, _tokenizer(tokenizer, Path(name)), name)
+    return bridge
+
+
+@one_thread_at_a_time(lambda: [torch.default_generator])
+@torch.random.fork_rng(devices=[])
+def wrapped_in_place(model: PreTrainedModel, tokenizer: Any = None) -> Any:
+    """Returns the bridge around a model in memory that nobody else uses, as `load` does."""
+    name = str(model.name_or_path or "model")
+    return _bridge(model, _tokenizer(tokenizer, Path(name)), name)
 
 
 @cache
@@ -597,7 +605,10 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
             "its base weights; merge the adapter first (merge_and_unload) and load the merged model"
         )
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"a {type(model).__name__} is no decoder: an encoder reads its input, and its decoder answers")
+        raise ValueError(
+            f"a {type(model).__name__} is no decoder: an encoder reads its input, and its "
+            "decoder answers; load a decoder, such as a GPT-2 or a Llama"
+        )
     # Codes of 8 bits depend on all tokens of a batch, those to come too.
     exact = compat.quantization_of(model) is None
     tokens, expected = _logits_of(model) if exact else (torch.empty(0), torch.empty(0))

@@ -30,7 +30,12 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
     if reason := why_not_plain(bridge):
         raise ValueError(f"this model cannot be tuned: {reason}")
     original = compat.wrapped(bridge)
-    if any(hasattr(module, "base_layer") or hasattr(module, "is_tuned") for module in original.modules()):
+    if any(hasattr(module, "is_tuned") for module in original.modules()):
+        raise ValueError(
+            "the model was tuned in this process, and a second adapter could not name it as its base: load the folder "
+            "`adapter` that tune wrote to out, and tune that"
+        )
+    if any(hasattr(module, "base_layer") for module in original.modules()):
         raise ValueError(
             "the model has an adapter already: merge it first (merge_and_unload) and load the merged model"
         )

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from align_circuits.hooks.compat import has_fused_attention
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.folder_checks import memory_of_machine, readable_size
 from align_circuits.models.protocol import parameters_of
-from align_circuits.run.batching import CPU_TOKENS, mlp_width
+from align_circuits.run.batching import mlp_width
 
 COPIES_OF_LOGITS = 5
 """Logits, their softmax, and their gradients, in float32."""
@@ -58,14 +59,11 @@ def of_training(
         recomputed: Whether activations are computed anew in the pass back.
     """
     config = model.cfg
-    layer = (5.7 + 1.5 * dropped) * config.d_model + 2.25 * mlp_width(config) + 1.45 * config.n_heads * length
-    kept = layers * config.d_model + 1.4 * layer if recomputed else layers * layer
+    layer = (5.7 + 1.5 * dropped) * config.d_model + 2.25 * mlp_width(config)
+    if not has_fused_attention(model):
+        layer += 1.45 * config.n_heads * length
+    kept = layers * config.d_model + 1.4 * layer if recomputed else (layers + 0.5) * layer
     return _bytes_of(model) * prompts * length * kept + 4 * COPIES_OF_LOGITS * logits
-
-
-def batch_tokens(prompts: int, length: int, batch_size: int | str) -> int:
-    """Returns how many tokens a batch of prompts holds where gradients are taken."""
-    return length * min(prompts, max(1, CPU_TOKENS // length) if isinstance(batch_size, str) else batch_size)
 
 
 def check_memory(what: str, model: HookedModel, needed: Callable[[int], float], length: int, remedy: str = "") -> None:
@@ -96,5 +94,5 @@ def check_memory(what: str, model: HookedModel, needed: Callable[[int], float], 
 
 
 def _bytes_of(model: Any) -> int:
-    """The bytes of a number of the model; activations of half precision are widened here and there."""
+    """The bytes of a number of an activation: that of a weight, or of half precision where weights are quantised."""
     return max(next(parameters_of(model))[1].element_size(), 2)

@@ -99,7 +99,7 @@ def _measured(prompts: Prompts, both: OnePass) -> tuple[pd.DataFrame, dict[str, 
     """The keys of a probe's rows on some prompts, and for each row and prompt value and weight."""
     heads, value, weight = both.scores.measured()
     heads = heads.assign(kind="all", offset=ALL_OFFSETS)
-    model_keys, means, counts = summarize_targets(prompts, both.values)
+    model_keys, means, counts = summarize_targets(prompts, both.values, both.targets.names)
     metric = model_keys["predictor"].where(model_keys["predictor"] != "model", model_keys["metric"])
     model_keys = model_keys.assign(metric=metric, level="model", layer=None, head=None).drop(columns="predictor")
     numbers = {"value": (value, means), "weight": (weight, counts)}

@@ -65,7 +65,7 @@ class SparseRecipe:
     hint_weight: float = 0.3
     """The weight of the hints in the loss; in the second half of these updates it falls to 0."""
     prune_from: int = 400
-    """The first update after which a head is removed."""
+    """The update from which removals are counted: the first comes `prune_every` later."""
     prune_every: int = 15
     """The updates from one removal to the next."""
 
@@ -118,7 +118,7 @@ class _Pruned(nn.Module):
     def loss(self, batch: Mapping[str, Any], hinted: Mapping[str, Head]) -> Float[Tensor, ""]:
         """The mean cross-entropy of the letters, and the hints with their weight in this batch."""
         queries = batch["letters"][UNSEEN:].flatten() - 1
-        with_hints = batch["hint"] > 0
+        with_hints = bool(hinted) and batch["hint"] > 0
         out = self.model(batch["ids"], logits_to_keep=queries, use_cache=False, output_attentions=with_hints)
         loss = F.cross_entropy(out.logits.flatten(0, 1), batch["ids"][:, queries + 1].flatten())
         return loss + batch["hint"] * hints(out.attentions, hinted, batch) if with_hints else loss
@@ -127,7 +127,7 @@ class _Pruned(nn.Module):
     def remove_one(self, batch: Mapping[str, Any], hinted: Collection[Head]) -> None:
         """Removes the head without a hint whose removal costs the least loss on a batch; none where none is left."""
         losses: dict[Head, float] = {}
-        for layer, head in map(tuple, self.kept.nonzero().tolist()):
+        for layer, head in self.kept.nonzero().tolist():
             if (layer, head) in hinted:
                 continue
             self.kept[layer, head] = False
@@ -228,7 +228,7 @@ def _batch(recipe: SparseRecipe, step: int, seed: int) -> dict[str, Any]:
     """Prompts as token ids, where their symbols and letters stand, and what the step asks for."""
     rng, is_hinted = np.random.default_rng(seed), step <= recipe.hint_steps
     m, k = int(rng.choice(recipe.x_len)), int(rng.integers(FEWEST_EXAMPLES, recipe.most_examples + 1))
-    most_edges = int(rng.integers(1, 4)) if is_hinted else 4
+    most_edges = int(rng.integers(1, 4)) if is_hinted else 4  # easier automata while attention is taught
     task = Seq2SeqTask(x_len=m, phrase_len=PHRASE_LEN, n_examples=k, edge_range=(1, most_edges))
     places = layout_of("standard", m, PHRASE_LEN, k, bos=True)
     length = len(places.index)

@@ -17,7 +17,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.compat import has_fast_bfloat16
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
-from align_circuits.models.loading import load
+from align_circuits.models.loading import wrapped_in_place
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.evaluation import evaluate
@@ -268,7 +268,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 def measure(model: nn.Module, n: int, seed: int = 1) -> dict[str, float]:
     """Returns the metrics of the log: a few accuracies, and the scores and places of the best heads."""
-    bridge = load(copy.deepcopy(model), tokenizer=char_tokenizer())
+    bridge = wrapped_in_place(copy.deepcopy(model), char_tokenizer())
     kinds: dict[str, tuple[int, Literal["standard", "pre-aligned"]]] = {
         "pre_aligned": (4, "pre-aligned"),
         "single": (1, "standard"),

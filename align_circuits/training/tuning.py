@@ -26,7 +26,7 @@ from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.jobs.identity import identity_of
 from align_circuits.jobs.jobs import code_version
-from align_circuits.models.loading import load
+from align_circuits.models.loading import wrapped_in_place
 from align_circuits.models.lora import (
     PROJECTIONS,
     follow,
@@ -309,11 +309,12 @@ def tune(
     reason = why_not_fast(model)
     if clamps and reason:
         raise ValueError(f"heads of this model cannot be clamped while it is tuned: {reason}")
+    trained, matrices = unwrapped(model), compat.matrices_of(model)
     _check_memory(model, data, config, seed)
     folder = None if out is None else writable_folder(out)
     kept = folder if state is None else writable_folder(state)
-    trained, matrices = unwrapped(model), compat.matrices_of(model)
-    plain = sharing(trained, {id(weight): weight for weight in trained.parameters()})
+    weights = {id(weight): weight for weight in trained.parameters()}
+    plain = sharing(trained, weights) if is_fused(matrices) else None
     adapted = with_adapter(
         trained,
         matrices,
@@ -326,12 +327,11 @@ def tune(
     )
     # Probes run on a bridge around the same parameters, adapter included: what training changes, they see at once,
     # while training itself pays for no hooks. A bridge splits fused matrices, which then must be plain.
-    renew = None
-    if is_fused(matrices):
-        renew, probed = follow(plain, trained), plain
+    if plain is None:
+        renew, probed = None, sharing(trained, {id(weight): weight for weight in trained.parameters()})
     else:
-        probed = sharing(trained, {id(weight): weight for weight in trained.parameters()})
-    bridge = load(probed, tokenizer=data.tokenizer)
+        renew, probed = follow(plain, trained), plain
+    bridge = wrapped_in_place(probed, data.tokenizer)
     if config.four_bit:
         quantise(trained)
     if config.checkpointing:
@@ -362,6 +362,8 @@ def tune(
         recipe=json.loads(json.dumps({"task": data.record, "config": asdict(config), **edits_provenance(clamps)}))
         | {"code": code_version(f"{__name__}:tune")},
     )
+    if renew is not None:  # a run that had ended before has measured nothing
+        renew(bridge)
     provenance = Provenance(
         "tune",
         settings={

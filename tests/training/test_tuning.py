@@ -260,6 +260,19 @@ def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, at_each_loss):
         run(llama, config=replace(config, lr=1e-3), out=tmp_path / "killed")
 
 
+def test_a_finished_run_of_a_fused_model_has_its_adapter(random_hf_model, char_tokenizer, tmp_path):
+    gpt2 = ac.load(random_hf_model("gpt2"), tokenizer=char_tokenizer)
+    config = replace(QUICK, projections=("q", "k", "v"))
+    first, again = (run(gpt2, config=config, out=tmp_path / "run").model for _ in range(2))
+    tokens = TASK.sample(1, char_tokenizer).tokens
+    assert torch.equal(first(tokens), again(tokens)) and not torch.equal(first(tokens), gpt2(tokens))
+
+
+def test_training_attends_by_the_fused_kernel_where_it_computes_the_same(random_hf_model, llama):
+    assert unwrapped(llama).config._attn_implementation == "sdpa"
+    assert unwrapped(ac.load(random_hf_model("gemma2"))).config._attn_implementation == "eager", "it caps its scores"
+
+
 def test_bf16_and_checkpointing_compute_the_same(llama):
     plain = run(llama, config=replace(QUICK, dropout=0.0))
     saving = run(llama, config=replace(QUICK, dropout=0.0, checkpointing=True))
@@ -407,8 +420,11 @@ def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp
         run(gpt2, config=replace(QUICK, projections=("q", "k", "v"), four_bit=True))
     with pytest.raises(ValueError, match="no tokenizer"):
         run(ac.load(random_hf_model("llama")))
-    for tuned in (llama, gpt2):
-        with pytest.raises(ValueError, match="has an adapter already"):
+    for tuned, message in (
+        (llama, "has an adapter already"),
+        (gpt2, "tuned in this process.* load the folder `adapter`"),
+    ):
+        with pytest.raises(ValueError, match=message):
             run(run(tuned, config=replace(QUICK, projections=("q", "k", "v"))).model)
     hook = ("blocks.0.hook_resid_post", lambda value, **_: value)
     with llama.hooks(fwd_hooks=[hook]), pytest.raises(ValueError, match="hooks are attached"):
