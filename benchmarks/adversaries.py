@@ -27,7 +27,7 @@ import torch
 import align_circuits as ac
 from align_circuits.heads.candidates import chance_of, confounded_roles
 from align_circuits.heads.localization import Localization
-from align_circuits.heads.naming import named_heads
+from align_circuits.heads.naming import NamingTests, named_heads
 from align_circuits.jobs.files import replacing
 from align_circuits.models.planted.model import DECOYS, OTHER_DECOYS, PlantedModel
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
@@ -290,9 +290,8 @@ def uncorrected(found: Localization) -> set[tuple[tuple[int, int], str]]:
     rows = frame[frame["metric"] == "q"].assign(value=attention)
     table = Table(pd.concat([others, rows], ignore_index=True), found.table.provenance)
     tested = found.prompts
-    names = named_heads(
-        table, candidates, roles, found.thresholds, confounded_roles(tested, roles), chance_of(tested, roles)
-    )
+    confounded, chance = confounded_roles(tested, roles), chance_of(tested, roles)
+    names = named_heads(NamingTests(table, roles, found.thresholds, confounded, chance), candidates)
     return {(head, role) for role, heads in names.items() for head in heads}
 
 

@@ -31,7 +31,7 @@ class Evidence:
     """The tables behind the names and verdicts of `localize`."""
 
     patching_effects: Table
-    """The effect of patching each candidate into corrupted prompts: `patch_heads`."""
+    """The effect of patching each head into corrupted prompts: `patch_heads`, with a column `estimated`."""
     ablation_effects: Table
     """The effect of ablating each candidate: `ablate_heads`."""
     set_ablations: Table

@@ -162,9 +162,9 @@ def localize(
         families = [candidates, diffuse]
         table = evidence_table(scores, control, p, families, mattered, ablation_effects, patching_effects, provenance)
 
-        confounded = confounded_roles(tested, roles)
-        heads_by_role = named_heads(table, candidates, roles, thresholds, confounded, chance)
-        aligners = diffuse_aligners(table, [*candidates, *diffuse], heads_by_role, thresholds, confounded, chance)
+        tests = NamingTests(table, roles, thresholds, confounded_roles(tested, roles), chance)
+        heads_by_role = named_heads(tests, candidates)
+        aligners = diffuse_aligners(tests, [*candidates, *diffuse], heads_by_role)
         named = sorted({head for of_role in heads_by_role.values() for head in of_role})
         # All heads by their effect, also those that attend as no role requires.
         patching_effects = effects_of_others(model, pair, patching_effects, options)
@@ -172,11 +172,11 @@ def localize(
         if redundant:
             search = RedundantHeadSearch(model, {discovery: discovered, tested: scores}, p, thresholds, seed, options)
             # Where a fixed distance does as well as the alignment, only the control tells them apart, which is not run.
-            members = {role: search.heads(role, heads_by_role[role]) for role in roles if role not in confounded}
+            members = {role: search.heads(role, heads_by_role[role]) for role in roles if role not in tests.confounded}
         of_roles = {
             role: (*of_role, *(m.head for m in members.get(role, ()))) for role, of_role in heads_by_role.items()
         }
-        unnamed = unnamed_heads(NamingTests(table, roles, thresholds, confounded, chance), of_roles, patching_effects)
+        unnamed = unnamed_heads(tests, of_roles, patching_effects)
         of_redundant = {f"{role}, redundant": [member.head for member in found] for role, found in members.items()}
 
         # Evidence for sets of heads, and the verdicts.

@@ -32,7 +32,7 @@ class NamingTests:
 
     def least_score(self, role: str) -> float:
         """Returns the score that a head of this role has at least."""
-        return max(self.needed.score, self.chance.get(role, 0.0) + self.needed.above_chance)
+        return self.needed.least_score(self.chance.get(role, 0.0))
 
     def failed(self, head: Head, role: str) -> tuple[str, ...]:
         """Returns the tests that a head failed in a role, in words; none if it is named, provided it is a candidate.
@@ -64,9 +64,11 @@ class NamingTests:
                 yield f"causal p = {causal_p:.2g}, above {fdr:g}: no loss by ablation or gain by patching is shown"
             if not (p > fdr or causal_p > fdr):
                 yield f"corrected p = {q:.2g}, above {fdr:g}" if q < 1 else "no effect on the prompts that choose"
-        # An effect that is not shown to be above 0 is told by its p-value.
-        effects = any(self._has_effect(head, role, metric) for metric in ("ablation", "denoising"))
-        if not (np.isnan(q) or causal_p > fdr or effects):
+        # Where no effect is shown to be above 0, the p-value above has told that.
+        told = not q <= fdr and causal_p > fdr
+        if not (
+            np.isnan(q) or told or any(self._has_effect(head, role, metric) for metric in ("ablation", "denoising"))
+        ):
             yield f"no effect of {self.needed.effect:g} nats with an interval above 0"
         # A task without a control, such as people's own prompts, has no score on it: then nothing is named.
         if role in self.confounded and not (control := self.value(head, role, "control")) >= self.needed.score:
@@ -83,36 +85,19 @@ class NamingTests:
         return {(*key, metric): (value, low) for *key, metric, value, low in zip(*columns, strict=True)}
 
 
-def named_heads(
-    table: Table,
-    candidates: Sequence[Candidate],
-    roles: Sequence[str],
-    needed: Thresholds,
-    confounded: Sequence[str] = (),
-    chance: Mapping[str, float] | None = None,
-) -> dict[str, tuple[Head, ...]]:
-    """Returns the candidates that pass every test (`evidence_table`), by role, best score first.
-
-    A head's best role is one of `roles`. In `confounded` roles, where a fixed distance would do as well, it must keep
-    its score on the control.
-    """
-    tests = NamingTests(table, roles, needed, confounded, chance or {})
-    named: dict[str, list[tuple[float, Head]]] = {role: [] for role in roles}
+def named_heads(tests: NamingTests, candidates: Sequence[Candidate]) -> dict[str, tuple[Head, ...]]:
+    """Returns the candidates that pass every test, by role, best score first."""
+    named: dict[str, list[tuple[float, Head]]] = {role: [] for role in tests.roles}
     for head, role in candidates:
-        if role in roles and not tests.failed(head, role):
+        if role in tests.roles and not tests.failed(head, role):
             named[role].append((tests.value(head, role, "score"), head))
     return {role: tuple(head for _, head in sorted(scored, reverse=True)) for role, scored in named.items()}
 
 
 def diffuse_aligners(
-    table: Table,
-    candidates: Sequence[Candidate],
-    heads_by_role: Mapping[str, Sequence[Head]],
-    needed: Thresholds,
-    confounded: Sequence[str] = (),
-    chance: Mapping[str, float] | None = None,
+    tests: NamingTests, candidates: Sequence[Candidate], heads_by_role: Mapping[str, Sequence[Head]]
 ) -> dict[str, tuple[Head, ...]]:
     """Returns aligners that lack nothing but attention to keys; other roles, with their many keys, are not compared."""
-    roles = [role for role in heads_by_role if role in ALIGNERS]
-    found = named_heads(table, candidates, roles, replace(needed, attention=0.0), confounded, chance)
+    roles = [role for role in tests.roles if role in ALIGNERS]
+    found = named_heads(replace(tests, roles=roles, needed=replace(tests.needed, attention=0.0)), candidates)
     return {role: tuple(head for head in found[role] if head not in heads_by_role[role]) for role in roles}

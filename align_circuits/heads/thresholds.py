@@ -40,8 +40,11 @@ class Thresholds:
             best: The attention to the keys of the head's best role.
             chance: The score of a head that attends to all candidates alike.
         """
-        least = max(self.score, chance + self.above_chance)
-        return (score >= least) & (attention >= self.attention) & (attention >= self.share * best)
+        return (score >= self.least_score(chance)) & (attention >= self.attention) & (attention >= self.share * best)
+
+    def least_score(self, chance: float) -> float:
+        """Returns the score that a head needs, given that of a head which attends to all candidates alike."""
+        return max(self.score, chance + self.above_chance)
 
     def least(self, claim: str) -> float:
         """Returns what a `"necessary"` set costs of accuracy at least, or the share that a `"sufficient"` one keeps."""

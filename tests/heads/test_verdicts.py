@@ -1,5 +1,6 @@
 """Names and verdicts, from tables written by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ def test_a_head_matters_by_either_effect():
         ({"q": np.nan}, "no candidate: on the prompts that choose it did not attend so"),
         ({"ablation": 0.009}, "no effect of 0.01 nats with an interval above 0"),
         ({"low of ablation": 0.0}, "no effect of 0.01 nats with an interval above 0"),
+        ({"causal_p": 0.2, "low of ablation": 0.0}, "no effect of 0.01 nats with an interval above 0"),
         ({"low of ablation": 0.0, "denoising": 0.01, "low of denoising": 0.001}, None),
         ({"attention of induction": 0.34}, "more attention to the keys of induction (0.34) than of lookup (0.30)"),
         ({"attention of induction": 0.33}, None),
@@ -100,9 +102,9 @@ def test_what_names_a_candidate_and_what_is_said_of_another(change, failed):
     rows += [("induction", "attention", 2, found["attention of induction"], None), ("previous", "attention", 2, 0.9, 0)]
     candidates = [((1, 2), "lookup"), ((1, 2), "previous")]
     roles, table = ["lookup", "induction"], table_of(*rows)
-    found_heads = named_heads(table, candidates, roles, Thresholds())
-    assert found_heads == {"lookup": () if failed else ((1, 2),), "induction": ()}
-    assert NamingTests(table, roles, Thresholds()).failed((1, 2), "lookup") == ((failed,) if failed else ())
+    tests = NamingTests(table, roles, Thresholds())
+    assert named_heads(tests, candidates) == {"lookup": () if failed else ((1, 2),), "induction": ()}
+    assert tests.failed((1, 2), "lookup") == ((failed,) if failed else ())
 
 
 def test_named_heads_come_best_first():
@@ -112,7 +114,11 @@ def test_named_heads_come_best_first():
         for metric, value in {**FOUND, "score": score}.items()
     ]
     candidates = [((1, head), "lookup") for head in range(3)]
-    assert named_heads(table_of(*rows), candidates, ["lookup"], Thresholds())["lookup"] == ((1, 1), (1, 2), (1, 0))
+    assert named_heads(NamingTests(table_of(*rows), ["lookup"], Thresholds()), candidates)["lookup"] == (
+        (1, 1),
+        (1, 2),
+        (1, 0),
+    )
 
 
 def test_an_aligner_at_one_distance_needs_the_control_and_a_diffuse_one_is_told_apart():
@@ -120,15 +126,16 @@ def test_an_aligner_at_one_distance_needs_the_control_and_a_diffuse_one_is_told_
     found = [{**FOUND, "attention": attention} for attention in (0.3, 0.05)]
     rows = [(role, metric, head, of_head[metric], 0.001) for head, of_head in enumerate(found) for metric in of_head]
     candidates: Any = [((1, 0), role), ((1, 1), role)]
-    named = named_heads(table_of(*rows), candidates, [role], needed)
+    tests = NamingTests(table_of(*rows), [role], needed)
+    named = named_heads(tests, candidates)
     assert named == {role: ((1, 0),)}
-    assert diffuse_aligners(table_of(*rows), candidates, named, needed) == {role: ((1, 1),)}
-    assert named_heads(table_of(*rows), candidates, [role], needed, [role]) == {role: ()}, "there is no control"
-    by_place = NamingTests(table_of(*rows), [role], needed, [role])
+    assert diffuse_aligners(tests, candidates, named) == {role: ((1, 1),)}
+    by_place = replace(tests, confounded=[role])
+    assert named_heads(by_place, candidates) == {role: ()}, "there is no control"
     assert by_place.failed((1, 0), role) == ("no score on the control, below 0.5: it may attend at a fixed distance",)
     for control, kept in ((0.49, ()), (0.5, ((1, 0),))):
         controlled = table_of(*rows, (role, "control", 0, control, None))
-        assert named_heads(controlled, candidates, [role], needed, [role]) == {role: kept}
+        assert named_heads(replace(by_place, table=controlled), candidates) == {role: kept}
 
 
 def test_a_verdict_is_read_from_the_rows_of_its_claim():
