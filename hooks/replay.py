@@ -233,6 +233,8 @@ class Replay:
         differs = (tokens != self.tokens).any(0).nonzero()
         # Before the first other token both runs are the same, so the kept keys and values of one serve the other.
         first = min(int(differs[0]) if len(differs) else self.start, self.start)
+        if first == tokens.shape[1]:  # the same prompts, of which nothing is edited
+            return {}, self.logits if to_logits else None
         others = _Batch(first, self.queries[self.queries >= first] - first, [{}], [0], names)
         last = max((place[0] for name in names if (place := site_of(name)) is not None), default=0)
         residual = self.decoder.embed(tokens[:, first:], self.positions[:, first:])

@@ -35,7 +35,7 @@ from align_circuits.hooks.residual_edges import (
 )
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.run.forward_pass import capture, choose_engine, forward
-from align_circuits.run.memory import batch_tokens, check_memory, of_edges, of_gradients
+from align_circuits.run.memory import check_memory, of_edges, of_gradients
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import CachedPair, Pair
 from align_circuits.run.target_metrics import repeat
@@ -272,10 +272,10 @@ def _checked(
     if pair.metric == "accuracy":
         raise ValueError("metric='accuracy' has no gradient: choose 'log_prob', 'logit', 'prob' or 'logit_diff'")
     check_fits(model, pair.clean)
-    count, whole = pair.base.mask.shape
+    whole = pair.base.mask.shape[1]
 
     def needed(length: int) -> float:
-        tokens = batch_tokens(count, length, options.batch_size)
+        tokens = length * pair.prompts_at_once(length, options)
         return bytes_of(model, tokens, tokens * len(pair.queries) // whole * model.cfg.d_vocab)
 
     check_memory("attribution", model, needed, whole, ", a smaller RunOptions(batch_size=...)")

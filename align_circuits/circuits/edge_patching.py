@@ -72,7 +72,7 @@ def patch_edges(
     graph, targets = residual_edges.graph, pair.target_metrics
     selected = graph.edges if edges is None else graph.select(edges)
     options = replace(options, engine=choose_engine(model, options, hook_points(graph)))
-    cached = pair.cache(model, sent_from(graph), options)
+    cached = replace(pair.cache(model, sent_from(graph), options), base={})  # only the other run is put in
     before = cached.metrics[0].numpy()
 
     def patch(receiver: int) -> tuple[Float[ndarray, "sender prompt"], str]:

@@ -81,7 +81,7 @@ def evaluation_table(targets: TargetMetrics, values: Float[ndarray, "metric targ
 
 
 def summarize_targets(
-    prompts: Prompts, values: Float[ndarray, "metric target"], metrics: Sequence[str] = ("accuracy", "log_prob")
+    prompts: Prompts, values: Float[ndarray, "metric target"], metrics: Sequence[str]
 ) -> tuple[pd.DataFrame, Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
     """Returns the keys of `evaluate`'s rows, each row's mean in each prompt, and the number of its targets there."""
     targets = prompts.targets

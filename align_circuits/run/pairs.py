@@ -112,12 +112,16 @@ class Pair:
         vars(pair)["target_metrics"] = self.target_metrics.with_reference(model, self.clean, options=options)
         return pair
 
+    def prompts_at_once(self, length: int, options: RunOptions) -> int:
+        """Returns how many prompts of a length a batch holds where gradients are taken."""
+        return min(options.prompts_at_once(max(1, CPU_TOKENS // length)), max(1, len(self.base)))
+
     def in_batches(
         self, measure: Callable[["Pair"], Float[Tensor, "... batch"]], parts: SweepParts, options: RunOptions
     ) -> Float[Tensor, "... prompt"]:
         """Returns what `measure` returns for all prompts, a batch at a time, smaller ones when memory runs out."""
         count, length = self.base.mask.shape
-        size = min(options.prompts_at_once(max(1, CPU_TOKENS // length)), max(1, count))
+        size = self.prompts_at_once(length, options)
         step = size if parts.kept else max(1, count)  # one part if none is kept: a batch once halved then stays small
         measured: dict[str, Tensor] = {}
         with progress_bar(options, count, "prompt") as bar:

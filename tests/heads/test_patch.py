@@ -1,6 +1,7 @@
 """Patching beside loops over heads, and beside TransformerLens's own."""
 
 import inspect
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -280,3 +281,17 @@ def test_heads_may_be_a_tensor_and_named_twice(llama, clean, corrupted):
     assert twice == [(1, 2), (0, 3)]
     tables = [patch_heads(llama, pair, heads=heads) for heads in (twice, [*twice, *twice])]
     pd.testing.assert_frame_equal(tables[0].frame, tables[1].frame)
+
+
+def test_a_pair_of_equal_prompts_alone_in_a_batch_has_no_effect(models):
+    """Where no token of a batch differs nothing is run anew, and the baselines are those of one run."""
+    clean = ac.Prompts.from_tokens([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
+    inputs = clean.inputs.clone()
+    inputs[1, 2] = 20
+    pair = ac.Pair(clean, replace(clean, inputs=inputs, relations={}))
+    for engine in ("fast", "reference"):
+        table = patch_heads(models["llama"], pair, options=ac.RunOptions(engine=engine, batch_size=1))
+        assert table.values is not None and table.baselines is not None and table.baselines.values is not None
+        assert not table.values[:, 0].any() and table.values[:, 1].any()
+        gap = table.baselines.values[(table.baselines.frame["run"] == "clean - corrupted").to_numpy()]
+        assert not gap[:, 0].any() and gap[:, 1].any()
