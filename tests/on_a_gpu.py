@@ -93,6 +93,8 @@ SPLIT = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "m
 @pytest.fixture(scope="module")
 def split(folder):
     """The same model here and on two devices."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
     return [ac.load(folder, device="cpu"), ac.load(folder, device_map={**SPLIT, "lm_head": 1})]
 
 
@@ -292,7 +294,7 @@ def test_plain_hooks(llamas, pair):
         with torch.no_grad():
             return model.run_with_hooks(prompts.tokens.to(device_of(model)), fwd_hooks=hooks)
 
-    there_as_here(llamas, logits)
+    there_as_here(llamas, logits, atol=1e-4)
 
 
 def test_localization(tmp_path):

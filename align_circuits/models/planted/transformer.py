@@ -314,7 +314,8 @@ class HandBuiltDecoder:
         for head, (of_scores, of_values) in weights.columns.items():
             shared = head // module.num_key_value_groups
             parts = query[:, head, :, of_scores], key[:, shared, :, of_scores], value[:, shared, :, of_values]
-            q, k, v = (part[:, None] for part in parts)
+            # Copied, since CUDA's kernel takes columns from any place on for aligned ones ("misaligned address").
+            q, k, v = (part[:, None].contiguous() for part in parts)
             attended = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
             )
