@@ -141,5 +141,5 @@ for x_len in (4, 5, 6):
 # %% [markdown]
 # With five symbols the two are the same token. With four and six the best head divides its attention between them, and accuracy falls below the history ceiling: what SmolLM2 learned
 # is bound to the length that it was tuned on. Where phrases have one letter, the symbol stands at one distance for all phrases, and tuning then finds heads that attend that far back, at every length; `localize` gives those no name
-# ({doc}`notes </notes/smollm2>`). `reproduce icatune/lengths --model smollm2 smollm2-ica` measures more lengths ({doc}`results </results-icatune>`). A high score and a large effect of ablation show which heads do the work; only prompts on which
+# ({doc}`notes </notes/smollm2>`). `reproduce icatune/lengths --model smollm2 smollm2-ica` measures more lengths ({doc}`results </results-beyond>`). A high score and a large effect of ablation show which heads do the work; only prompts on which
 # two rules give different answers show which rule they follow.

@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from align_circuits.cli.experiments_list import told
 from align_circuits.papers.claims import Check, Verdict
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.statistics import Measured, over_seeds, share_of
@@ -175,6 +176,8 @@ class Row:
     panel: str = ""
     wrong: dict[str, str] = field(default_factory=dict)
     size: dict[str, Any] = field(default_factory=dict)
+    unit: str = ""
+    """What its statements were tried on one by one, where these are no seeds."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ class Kept:
     def n(self) -> str:
         """What the shown number is the mean of."""
         if of_each := self.shown.measured.seeds:
-            return _many(len(of_each), "prompt" if len(of_each) > 24 else "seed")  # each prompt is a yes or a no
+            return _many(len(of_each), self.row.unit or "seed")
         if self.shown.measured.exact:
             return "exact"
         config = self.table.provenance.settings.get("config") or {}
@@ -300,31 +303,21 @@ def _row(row: Row) -> str:
     largest, *others = kept(row)
     shown = largest.shown
     known = published_of(row.experiment, shown.claim)
-    counts = {each: sum(check.verdict == each for check in largest.checks) for each in get_args(Verdict)}
-    told = ", ".join(f"{number} {_SHORT[each]}" for each, number in counts.items() if number)
+    verdicts = [check.verdict for check in largest.checks]
+    claims = told({each: verdicts.count(each) for each in get_args(Verdict)})
     page = row.wrong.get("page") if largest.outcome == "the paper is wrong" else None
     verdict = f'<a href="{page}.html">{largest.outcome}</a>' if page else largest.outcome
     smaller = "".join(f"<br><small>{each.folder.name}, {_percent(each)}: {each.outcome}</small>" for each in others)
     anchor = f"results-{row.paper}.html#{row.experiment.replace('/', '-')}"
     cells = {
         "": f'<a href="{anchor}">{_thumbnail(row, largest)}{html.escape(row.of)}</a>',
-        "verdict": f'<b class="{largest.outcome.split()[0]}">{verdict}</b><br><small>claims: {told}</small>{smaller}',
+        "verdict": f'<b class="{largest.outcome.split()[0]}">{verdict}</b><br><small>claims: {claims}</small>{smaller}',
         "the paper says": html.escape(row.says),
         "its number": "–" if known is None else html.escape(_printed(known)),
         "ours": f"{html.escape(_number(shown.measured))}<br><small>{html.escape(shown.claim)}</small>",
         "n, size": f"{largest.n}, {_percent(largest)}<br><small>{html.escape(largest.of)}</small>",
     }
     return "<tr>" + "".join(f'<td data-of="{of}">{cell}</td>' for of, cell in cells.items()) + "</tr>"
-
-
-_SHORT = {
-    "holds": "hold",
-    "no exception": "without exception",
-    "fails": "fail",
-    "undecided": "undecided",
-    "no evidence": "without evidence",
-    "not testable": "not testable",
-}
 
 
 def _number(measured: Measured) -> str:
@@ -364,15 +357,15 @@ def checks_at_largest(paper: str) -> Iterator[tuple[Row, Check]]:
 def forest(paper: str) -> go.Figure:
     """Draws what a paper prints or plots beside ours, for every claim for which it gives a number within [-1, 1]."""
     printed = written()["published"]
-    parts: dict[str, list[Check]] = {}
+    parts: dict[str, list[tuple[Check, Sequence[float]]]] = {}
     for row, check in checks_at_largest(paper):
         for part, known in printed.get(row.experiment, {}).items():
             if part in check.claim and not math.isnan(check.measured.value) and max(map(abs, known[:-1])) <= 1:
-                parts.setdefault(f"{row.of}: {part}", []).append(replace(check, published=json.dumps(known[:-1])))
+                parts.setdefault(f"{row.of}: {part}", []).append((check, known[:-1]))
     points: list[dict[str, Any]] = []
-    for part, checks in parts.items():
-        for check, which in zip(checks, _differing([check.claim for check in checks]), strict=True):
-            low, high = min(known := json.loads(check.published)), max(known)
+    for part, pairs in parts.items():
+        for (check, known), which in zip(pairs, _differing([check.claim for check, _ in pairs]), strict=True):
+            low, high = min(known), max(known)
             row = {"claim": f"{part}{', ' * bool(which)}{which}"}
             points.append({**row, "whose": "ours", **check.measured.row})
             points.append({**row, "whose": "the paper's", "value": (low + high) / 2, "low": low, "high": high})

@@ -335,7 +335,7 @@ def draw_map(arguments):
     turn = Turn(arguments.lock)
     wanted = arguments.files or modules(CORE)
     files = [test for test in modules(TESTS) if not arguments.files or any(imports(test, name) for name in wanted)]
-    for chunk in [*([file] for file in files), wanted]:  # the modules' own examples are tests too
+    for chunk in [[file] for file in (*files, *wanted)]:  # the modules' own examples are tests too
         out = OUT / "map" / (chunk[0].replace("/", ".") + ".json")
         out.parent.mkdir(exist_ok=True)
         if out.exists():

@@ -32,7 +32,7 @@ GROUPS = {
     "Compare methods": {"benchmark": "Compare methods that find heads, on circuits whose heads are known."},
     "Train a model": {
         "tune": "Tune a model with LoRA and follow how alignment emerges; a stopped run resumes (same --out).",
-        "pretrain": "Train a small Llama from scratch by a recipe of the package; a stopped run resumes (same --out).",
+        "pretrain": "Train a small model from scratch by a recipe of the package; a stopped run resumes (same --out).",
     },
     "Repeat results": {
         "reproduce": "Reproduce a figure or table of a paper and test its claims.",

@@ -1,6 +1,6 @@
 """The list that `align-circuits reproduce --list` prints: experiments by paper, what they take, what became of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -107,10 +107,12 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
 def _counted(kept: pd.DataFrame, experiments: Sequence[str]) -> list[str]:
     """Returns the verdicts of the kept results of some experiments, a text for each scale."""
     by_scale: Any = kept[kept["experiment"].isin(experiments)].groupby("scale", sort=False)[[*get_args(Verdict)]].sum()
-    return [
-        f"{scale}: {', '.join(f'{number} {_SHORT[verdict]}' for verdict, number in row.items() if number)}"
-        for scale, row in by_scale.iterrows()
-    ]
+    return [f"{scale}: {told(row.to_dict())}" for scale, row in by_scale.iterrows()]
+
+
+def told(counts: Mapping[Any, int]) -> str:
+    """Returns how many claims have which verdict, in words."""
+    return ", ".join(f"{number} {_SHORT[verdict]}" for verdict, number in counts.items() if number)
 
 
 def part_of(name: str) -> str:

@@ -9,7 +9,7 @@ from align_circuits.cli.verb import head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.permutation_tests import smallest_p_values
 from align_circuits.hooks.heads import describe
-from align_circuits.report.localize_report import baselines_of, save_localization
+from align_circuits.report.localize_report import baselines_in_words, save_localization
 from align_circuits.tasks.own_prompts import as_task, first_half
 
 MAX_UNNAMED = 10
@@ -61,7 +61,7 @@ class Localize(SweepVerb):
             print(f"  {describe([unnamed.head]):<12} {large}{unnamed.size}; {unnamed.why}")
         if (more := len(result.unnamed) - MAX_UNNAMED) > 0:
             print(f"  and {more} more, which the report names")
-        print("\n" + "\n".join(f"{name}: {numbers}" for name, numbers in baselines_of(result).items()))
+        print("\n" + "\n".join(f"{name}: {numbers}" for name, numbers in baselines_in_words(result).items()))
         print(f"\n{result.summary}")
         provenance = replace(result.table.provenance, settings=self.settings)
         result = replace(result, table=replace(result.table, provenance=provenance))

@@ -41,7 +41,9 @@ class Patch(EffectVerb):
             screen=self.screen,
             options=self.options,
         )
-        what = f"one head's {', '.join(self.sites)}" + (f" at {', '.join(self.positions)}" if self.positions else "")
+        what = f"{', '.join(self.sites)} of one head or layer" + (
+            f" at {', '.join(self.positions)}" if self.positions else ""
+        )
         self.write(
             results,
             table,

@@ -270,10 +270,10 @@ def write_plan(path: Path, plan: Mapping[str, Any]) -> None:
             _write(path, json.dumps({"started": time.time(), **plan}) + "\n")
 
 
-def _remove_earlier(folder: Path, versions: Mapping[str, str]) -> None:
+def _remove_earlier(folder: Path, code_versions: Mapping[str, str]) -> None:
     """Removes what earlier code has left of functions whose jobs are all finished."""
     gone = set()
-    for function, version in versions.items():
+    for function, version in code_versions.items():
         for pattern in ("{}-*", ".{}-*.partial", ".{}-*.claim"):
             for path in folder.glob(pattern.format(_prefix(function))):
                 if f"-{version}-" not in path.name:
@@ -400,17 +400,19 @@ def _attempts_here(jobs: Mapping[Path, Job]) -> Attempts:
         yield path, error
 
 
-def _attempts_in_processes(jobs: Mapping[Path, Job], versions: Mapping[str, str], processes: int) -> Attempts:
+def _attempts_in_processes(jobs: Mapping[Path, Job], code_versions: Mapping[str, str], processes: int) -> Attempts:
     executor = ProcessExecutor(processes)
     try:
-        yield from _attempts_on(executor, jobs, versions)
+        yield from _attempts_on(executor, jobs, code_versions)
     finally:  # also after an interrupt: no one waits for what is running
         executor.shutdown(cancel_futures=True)
 
 
-def _attempts_on(executor: Executor, jobs: Mapping[Path, Job], versions: Mapping[str, str]) -> Attempts:
+def _attempts_on(executor: Executor, jobs: Mapping[Path, Job], code_versions: Mapping[str, str]) -> Attempts:
     here = Path.cwd()
-    futures = {executor.submit(_attempt, path, job, versions[job.function], here): path for path, job in jobs.items()}
+    futures = {
+        executor.submit(_attempt, path, job, code_versions[job.function], here): path for path, job in jobs.items()
+    }
     try:
         for future in as_completed(futures):
             try:

@@ -12,8 +12,8 @@ from align_circuits.prompts.token_html import Html
 
 _ENTRY = re.compile(r"^(?![#:])(?P<terms>.+)\n: (?P<meaning>.+)$", re.MULTILINE)
 
-_ORDINARY = {"fast", "reference", "group"}
-"""Terms that reports mostly use in their everyday sense: these are not linked."""
+_ORDINARY = {"group"}
+"""A term that reports mostly use in its everyday sense: it is not linked."""
 
 _NEVER = ("The tool", "Engine")
 """Sections of the glossary that no report needs."""
@@ -85,7 +85,7 @@ class Definitions:
         """Returns a text as HTML; a term that stands on the page for the first time links to its definition."""
 
         def link(match: re.Match[str]) -> str:
-            entry = self._by_term.get(match["term"].lower())  # none where letters of other cases are more than one
+            entry = self._by_term.get(match["term"].lower())  # which may lengthen a word, and then finds none: "İ"
             if entry is None or entry in self._used:
                 return match[0]
             self._used.add(entry)

@@ -86,7 +86,7 @@ def save_localization(
             summary="\n\n".join(filter(None, (summary, " ".join(caveats[1:])))),
             sections=list(_sections(localization)),
             provenance=localization.table.provenance,
-            facts={**baselines_of(localization), **(facts or {})},
+            facts={**baselines_in_words(localization), **(facts or {})},
             roles=localization.task.roles,
         )
         localization.table.save(new)
@@ -100,7 +100,7 @@ def title_of(localization: Localization) -> str:
     return f"Heads of {localization.table.provenance.model.get('name', 'the model')} for {roles}"
 
 
-def baselines_of(localization: Localization) -> dict[str, str]:
+def baselines_in_words(localization: Localization) -> dict[str, str]:
     """Returns what the report says on top of the model on clean and on corrupted prompts."""
     baselines = localization.evidence.patching_effects.baselines
     if baselines is None:

@@ -162,8 +162,8 @@ class Table:
     @property
     def remarks(self) -> list[str]:
         """What is shown below the rows: a line for the baselines of each metric, and the warnings."""
-        described = [] if self.baselines is None else list(baselines.described(self._own_baselines.frame))
-        return [*described, *(f"Note: {warning}." for warning in self.warnings)]
+        lines = [] if self.baselines is None else list(baselines.described(self._own_baselines.frame))
+        return [*lines, *(f"Note: {warning}." for warning in self.warnings)]
 
     @property
     def is_paired(self) -> bool:
@@ -197,8 +197,9 @@ class Table:
         Heimersheim and Nanda (2024), "How to use and interpret activation patching".
 
         Returns:
-            The same rows. The 95% interval is that of a ratio over prompts (`intervals.ratio`). Value and interval are
-            NaN where the interval of clean - corrupted holds 0: a share of what may be nothing says nothing.
+            The same rows, without per-prompt values and baselines. The 95% interval is that of a ratio over prompts
+            (`intervals.ratio`). Value and interval are NaN where the interval of clean - corrupted holds 0: a share of
+            what may be nothing says nothing.
 
         Raises:
             ValueError: A table without corrupted prompts to compare with, or one whose per-prompt values or signs were

@@ -153,7 +153,7 @@ def test_a_fused_projection_that_changes_alone_counts_or_is_refused(fused, how):
     else:
         layers = [first(plain.attention[0], FUSED), model.blocks[0].attn.qkv.original_component]
     if how == "bias" and layers[0].bias is None:
-        return
+        pytest.skip("has no bias")
     for layer in layers:
         if how == "written to":
             layer.weight.mul_(1.5)
