@@ -14,7 +14,7 @@ quiet = partial(train, progress=False)
 def network(seed=0, width=16, momentum=0.1):
     """Dropout draws random numbers in the forward pass; the batch norm's running mean is a buffer that changes."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         layers = [
             nn.Linear(8, width),
             nn.BatchNorm1d(width, momentum=momentum),
@@ -56,7 +56,7 @@ def llama(**shape):
         **shape,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return LlamaForCausalLM(config)
 
 

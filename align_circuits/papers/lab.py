@@ -48,7 +48,7 @@ from align_circuits.papers.statistics import Statistic, levels, measured, over_s
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 
-Scale = Literal["smoke", "cpu", "paper", "smollm2"]
+Scale = Literal["smoke", "cpu", "paper", "paper-s20", "smollm2"]
 """`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting; `smollm2` is made
 for the model of that name, a pretrained Llama, and takes hours on two cores."""
 

@@ -118,7 +118,7 @@ def _random(spread: float, seed: int) -> LlamaForCausalLM:
         initializer_range=spread,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
 
 

@@ -306,16 +306,18 @@ class HandBuiltDecoder:
         *,
         edited: bool,
     ) -> Tensor:
-        """Attention, head by head at the width that each one's weights have."""
+        """Attention, head by head at the width that each one's weights have; on a GPU all at once.
+
+        CUDA's kernels take columns only where they are aligned, which PyTorch does not check ("misaligned address").
+        """
         weights, module = self._attention[layer], self._model.blocks[layer].attn
-        if edited or weights.columns is None:
+        if edited or weights.columns is None or query.is_cuda:
             return compat.sdpa(module, query, key, value, mask, scaling=scaling)[0]
         z = value.new_zeros(len(query), query.shape[2], query.shape[1], query.shape[3])
         for head, (of_scores, of_values) in weights.columns.items():
             shared = head // module.num_key_value_groups
             parts = query[:, head, :, of_scores], key[:, shared, :, of_scores], value[:, shared, :, of_values]
-            # Copied, since CUDA's kernel takes columns from any place on for aligned ones ("misaligned address").
-            q, k, v = (part[:, None].contiguous() for part in parts)
+            q, k, v = (part[:, None] for part in parts)
             attended = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
             )

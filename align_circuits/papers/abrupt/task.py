@@ -179,8 +179,8 @@ class Exemplars:
 class Worlds:
     """Class means, labels and ranks of several members: of seeds, of conditions of a grid, or of both.
 
-    Every member draws from its own generator, so its batches are the same alone and among others. All other work is
-    done for all members at once.
+    Every member draws from its own generator, on the CPU, so its batches are the same alone and among others, and on
+    every device. All other work is done for all members at once.
     """
 
     def __init__(
@@ -225,6 +225,7 @@ class Worlds:
         self._cdf = pad_sequence(cdf, True, padding_value=2.0).to(self._device)
         self._member = torch.arange(len(tasks), device=self._device)[:, None, None]
         self._n_classes = torch.tensor([task.n_classes for task in tasks], device=self._device)[:, None, None]
+        self._of_tasks: dict[tuple[str, str, torch.dtype], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -263,8 +264,10 @@ class Worlds:
         u_context, u_bursty, u_offset, u_label, u_class, u_order = parts
 
         def of_task(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
-            values = torch.tensor([getattr(task, name) for task in tasks], dtype=dtype, device=self._device)
-            return values[:, None, None]
+            if (kind, name, dtype) not in self._of_tasks:  # a GPU waits for what is copied to it
+                values = torch.tensor([getattr(task, name) for task in tasks], dtype=dtype, device=self._device)
+                self._of_tasks[kind, name, dtype] = values[:, None, None]
+            return self._of_tasks[kind, name, dtype]
 
         context = u_context < of_task("p_context")
         bursty = context | ((u_bursty < of_task("p_burst")) & (of_task("burst") > 0))
@@ -297,7 +300,7 @@ class Worlds:
         with_target = torch.cat([shuffled, torch.full_like(shuffled[..., :1], pairs)], -1)
         slots = torch.cat([slot.gather(2, shuffled), torch.zeros_like(slot[..., :1])], -1)
         content = self._means[self._member, known.gather(2, with_target)]
-        if context.any():
+        if any(task.p_context for task in tasks):
             sequence = torch.arange(n, device=self._device)[:, None]
             content = torch.where(context[..., None], novel[self._member, sequence, slots], content)
         if any(task.noise for task in tasks):
@@ -317,17 +320,17 @@ class Worlds:
         """Uniform numbers, the noise of the items, the means of novel classes; each member's from its own generator."""
         shape, scale = self.shape, self.shape.d_content**-0.5
         numbers = 3 + shape.n_labels + 2 * shape.n_pairs + 1
-        uniform = torch.empty(len(self), n, numbers, dtype=torch.float64, device=self._device)
-        noise = torch.zeros(len(self), n, shape.n_pairs + 1, shape.d_content, device=self._device)
+        uniform = torch.empty(len(self), n, numbers, dtype=torch.float64)
+        noise = torch.zeros(len(self), n, shape.n_pairs + 1, shape.d_content)
         novel = torch.zeros_like(noise[:, :, 1:])
         for member, (task, seed) in enumerate(zip(tasks, self.seeds, strict=True)):
-            generator = _generator(seed, "batch", kind, step, device=self._device)
+            generator = _generator(seed, "batch", kind, step)
             uniform[member].uniform_(generator=generator)
             if task.noise:
                 noise[member].normal_(0, scale, generator=generator)
             if task.p_context:
                 novel[member].normal_(0, scale, generator=generator)
-        return uniform, noise.to(self._dtype), novel.to(self._dtype)
+        return uniform.to(self._device), noise.to(self._device, self._dtype), novel.to(self._device, self._dtype)
 
 
 def _as_kind(task: ExemplarTask, kind: str) -> ExemplarTask:
@@ -339,6 +342,6 @@ def _as_kind(task: ExemplarTask, kind: str) -> ExemplarTask:
     return replace(task, burst=task.copies, p_burst=1.0, p_context=float(kind == "icl"))
 
 
-def _generator(seed: int, *names: str | int, device: torch.device | str = "cpu") -> torch.Generator:
+def _generator(seed: int, *names: str | int) -> torch.Generator:
     digest = hashlib.sha256("/".join(map(str, ("exemplars", seed, *names))).encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

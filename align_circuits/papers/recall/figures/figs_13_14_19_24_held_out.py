@@ -223,7 +223,7 @@ _POSITIONS_STUDY = _study(
     "recall/positions",
     AttentionOnlyModels(SMALLEST, 2, BOTH_POSITIONS),
     AttentionOnlyModels(CPU, 6, BOTH_POSITIONS, FIRST_SEED),
-    AttentionOnlyModels(PAPER, 2, BOTH_POSITIONS),
+    AttentionOnlyModels(PAPER, 6, BOTH_POSITIONS),
 )
 
 

@@ -107,7 +107,9 @@ def _format_claims(kind: gpt2.Finetuned) -> list[Claim]:
 FIG2 = figure(
     2,
     "What pretraining on facts teaches",
-    curves_study("recall/fig2", *(Trainings(setup, ("pt",)) for setup in (gpt2.SMOKE, WITH_ADAMW, gpt2.PAPER))),
+    curves_study(
+        "recall/fig2", *(Trainings(setup, ("pt",)) for setup in (gpt2.SMOKE, WITH_ADAMW, gpt2.PAPER, gpt2.PAPER_S20))
+    ),
     {
         "": courses(
             {probe.upper(): _four(stage="pt", probe=probe) for probe in ("pt", "icl")},
@@ -134,7 +136,8 @@ FIG2 = figure(
 )
 
 FINETUNING_STUDY = curves_study(
-    "recall/finetuning", *(Trainings(setup, ("icl", *READINGS)) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER))
+    "recall/finetuning",
+    *(Trainings(setup, ("icl", *READINGS)) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER, gpt2.PAPER_S20)),
 )
 FIG3 = figure(
     3,

@@ -35,7 +35,7 @@ from align_circuits.papers.recall.figures.studies import (
     study,
 )
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
-from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, probe, train_stage
+from align_circuits.papers.recall.models.training import FINETUNING, Stage, probe, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Directions
@@ -74,7 +74,7 @@ def measure_heads(*, seed: int, setup: Mapping[str, Any]) -> list[dict[str, Any]
     tasks = {"pretraining": facts, "in context": replace(in_context, query_subjects=held_out)}
     probes = {name: task.sample(made.n, seed=1) for name, task in tasks.items()}
     model, every = made.model(seed), {"log_every": 10**6, "checkpoint_every": 10**6}
-    pretraining = made.schedule(PRETRAINING, made.pretraining, schedule="cosine", **every)
+    pretraining = made.schedule_of_pretraining(**every)
     finetuning = made.schedule(FINETUNING, made.finetuning, **every)
     stages = {
         "untrained": None,
@@ -410,7 +410,7 @@ HEADS = Experiment(
         "recall/heads",
         *(
             AttentionOnlyModels(setup, seeds, BOTH_POSITIONS)
-            for setup, seeds in ((SMOKE, 1), (CPU_EIGHT_TYPES, 12), (PAPER, 3))
+            for setup, seeds in ((SMOKE, 1), (CPU_EIGHT_TYPES, 12), (PAPER, 6))
         ),
         jobs=lambda config, _: config.jobs(measure_heads),
         summarize=heads_table,

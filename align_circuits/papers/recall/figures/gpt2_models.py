@@ -106,6 +106,9 @@ class GPT2Setup:
 PAPER = GPT2Setup(RecallWorld.paper())
 """App. B; chains and G are not given there."""
 
+PAPER_S20 = replace(PAPER, grammar_len=20, grammar_lens=(1, 4), seeds=4)
+"""The shortest sequences of Fig. 6: a tenth of the computation."""
+
 SMOKE = GPT2Setup(
     RecallWorld.small(),
     n_facts=2,
@@ -266,9 +269,9 @@ class Trainings:
             yield setup, {**keys, "n": setup.n_prompts}
 
 
-def curves_study(name: str, smoke: Trainings, cpu: Trainings, paper: Trainings) -> Study:
-    """Returns the study that pretrains and finetunes the models of all cells."""
-    return study(name, smoke, cpu, paper, jobs=_finetunings, train=_pretrainings, summarize=_curves)
+def curves_study(name: str, *scales: Trainings) -> Study:
+    """Returns the study that pretrains and finetunes the models of all cells, with a config for each scale."""
+    return study(name, *scales, jobs=_finetunings, train=_pretrainings, summarize=_curves)
 
 
 def _pretrainings(config: Trainings, inputs: Inputs) -> list[Measurement]:

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.papers.claims import Check, Claim, Claims, checks_of
-from align_circuits.papers.lab import Experiment, Figures, Rows, Study, drawn_by
+from align_circuits.papers.lab import Experiment, Figures, Rows, Scale, Study, drawn_by
 from align_circuits.papers.statistics import NOT_MEASURED, at_end, at_start, share_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
@@ -43,9 +43,11 @@ def measured_after_facts(_: Any, rows: Rows) -> pd.DataFrame:
     return frame.merge(exact.rename(columns={"first": "facts_before", "last": "facts"}), on=model)
 
 
-def study(name: str, smoke: Any, cpu: Any, paper: Any, **parts: Any) -> Study:
+def study(name: str, smoke: Any, cpu: Any, paper: Any, paper_s20: Any = None, **parts: Any) -> Study:
     """Returns a study with a config for each scale; `parts` are arguments of `Study`, where `measured` summarizes."""
-    return Study(name, {"smoke": smoke, "cpu": cpu, "paper": paper}, **{"summarize": measured, **parts})
+    scales: dict[Scale, Any] = {"smoke": smoke, "cpu": cpu, "paper": paper}
+    scales |= {} if paper_s20 is None else {"paper-s20": paper_s20}
+    return Study(name, scales, **{"summarize": measured, **parts})
 
 
 def figure(number: int, title: str, measured_by: Study, figures: Figures, claims: Claims, published: str) -> Experiment:
