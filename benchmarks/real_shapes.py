@@ -181,10 +181,14 @@ if __name__ == "__main__":
     parser.add_argument("--heads", type=int, default=1024, help="whose z is patched, all if there are no more")
     parser.add_argument("--theirs", type=int, default=8, help="heads that TransformerLens patches; 0 leaves it out")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", type=float, help="of a GPU, this many GB alone: the rest is taken at the start")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.memory:
+        taken = torch.cuda.mem_get_info()[0] - round(arguments.memory * 1e9)
+        ballast = torch.empty(taken, dtype=torch.uint8, device="cuda")
     bridge = ac.load(network(arguments.shape, arguments.layers, arguments.device), tokenizer=tokenizer())
     weights = sum(weight.numel() * weight.element_size() for weight in bridge.original_model.parameters()) / 1e9
     print(f"{arguments.shape}: {weights:.2f} GB of weights")
