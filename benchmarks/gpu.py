@@ -1,11 +1,11 @@
 """All that a GPU should be asked, in one command (`make gpu`), in under 25 minutes; `--pretend` tries it on a CPU.
 
 The tests of `tests/on_a_gpu.py`; `real_shapes.py` at the shapes of 1B and 8B in bf16, beside a bare forward pass of
-Hugging Face with torch's fused attention, TransformerLens and nnsight, then with as much memory as "What fits"
-of "Your own model" allows; `ensembles.py`; in what is left of the time, experiments of the papers at their own scale,
-job by job (`CELLS`). Then the checks: no step failed, the ensemble against its floor. A step that fails or takes too long does not keep the
-others from running. Tables go to `--out`, by default `docs/results/benchmarks/DEVICE-STEP`; the rows of the jobs that
-are done to `DEVICE-EXPERIMENT/rows.csv`; the jobs stay in runs/gpu, where the next call goes on.
+Hugging Face with torch's fused attention, TransformerLens and nnsight, then with as much memory as "What fits" of "Your
+own model" allows; `ensembles.py`; in what is left of the time, experiments of the papers at their own scale, job by job
+(`CELLS`). Then the checks: no step failed, the ensemble against its floor. A step that fails or takes too long does not
+keep the others from running. Tables go to `--out`, by default `docs/results/benchmarks/DEVICE-STEP`; the rows of the
+jobs that are done to `DEVICE-EXPERIMENT/rows.csv`; the jobs stay in runs/gpu, where the next call goes on.
 
 `--pretend`: small sizes on the CPU, without 8B, so that what is wrong with this script is found before the minutes of a
 GPU count. The floor is printed there, not checked. Tables go to runs/benchmarks.
