@@ -557,7 +557,9 @@ class Ablate(_AtSite):
         by_token = means[group.clamp(max=len(means) - 1)]
         if (by_token.flatten(2).isnan().any(2) | (group >= len(means)))[old.of_tokens(old.context.prompts.mask)].any():
             place = "at a position" if baseline.by == "position" else "of a kind"
-            raise ValueError(f"the prompts have tokens {place} that the reference prompts lack: take others")
+            raise ValueError(
+                f"the prompts have tokens {place} that the reference prompts lack: give others as baseline"
+            )
         return by_token.nan_to_num(0)
 
 

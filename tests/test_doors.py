@@ -152,6 +152,8 @@ CASES = [
     (lambda w: ac.patch_edges(w.model, w.pair, edges=[("L0H1", "L1H1.k")]), "L1KV0.k"),
     (lambda w: ac.patch_edges(w.model, w.pair, edges=["L0H1"]), r"edges\[0\] is the text 'L0H1', not a tuple"),
     (lambda _: ac.load("a" * 300), "is not a folder, a file or a name"),
+    (lambda _: ac.Table.load("\ud800"), "is not a folder: give one that Table.save wrote"),
+    (lambda w: ac.emergence_step(w.table, "lookup"), "has no column 'step': give what a training measured"),
     (lambda _: ac.Seq2SeqTask(edge_range=["L0H0", 3]), r"edge_range is a list of 2 .*, not a tuple \(an int, an int\)"),
     (lambda w: w.table.where(layer=[[]]), "layer is a list of 0: give a value of that column"),
     (lambda w: w.table.where(layer=torch.zeros(3)), r"layer is a Tensor of shape \(3,\) and .*: give a value of that"),

@@ -123,9 +123,11 @@ def unwritable(path: Path, error: OSError) -> ValueError:
 def is_path(name: str | Path) -> bool:
     """Returns whether a name could be one of a file or folder; `Path.is_file` raises where it could not."""
     text = str(name)
-    return (
-        "\0" not in text and len(os.fsencode(text)) < 4096 and all(len(os.fsencode(p)) < 256 for p in Path(text).parts)
-    )
+    try:
+        sizes = [len(os.fsencode(part)) for part in (text, *Path(text).parts)]
+    except UnicodeEncodeError:  # half a character
+        return False
+    return "\0" not in text and sizes[0] < 4096 and max(sizes[1:], default=0) < 256
 
 
 def check_name(path: Path) -> None:

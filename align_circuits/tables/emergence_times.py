@@ -156,11 +156,13 @@ def emergence_step(
 
     Raises:
         KeyError: A metric or key that the tables do not have.
-        ValueError: No runs, or runs whose rows differ.
+        ValueError: No runs, tables without steps, or runs whose rows differ.
     """
     tables = [runs] if isinstance(runs, Table) else list(runs)
     if not tables:
         raise ValueError("no runs: give the table of at least one")
+    if any("step" not in table.frame for table in tables):
+        raise ValueError("a table of runs has no column 'step': give what a training measured, such as tune(...).table")
     followed = ("step", "level", "layer", "head") if best else ("step",)
     by = [key for key in tables[0].keys if key not in followed]
     steps_by_run: list[dict[tuple, float]] = []
