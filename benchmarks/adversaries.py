@@ -218,15 +218,15 @@ def solved_by_mlp(seed: int) -> Case:
 
 
 def frozen_attention(seed: int) -> Case:
-    """All but the queries and keys of a small network is trained: its attention is that of random weights."""
+    """All of a layer that attention does not rest on is trained: its attention is that of random weights."""
     task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3, alignment="permutation", task_seed=seed)
-    shape = HandBuiltConfig(2, 4, d_model=48, d_head=12, d_mlp=64, d_vocab=V, n_ctx=64)
+    shape = HandBuiltConfig(1, 8, d_model=48, d_head=12, d_mlp=64, d_vocab=V, n_ctx=64)
     model, generator = HandBuilt(shape, TOKENIZER), torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         spread = 0.5 if name in ("W_E", "W_pos") else weight.shape[-2] ** -0.5 if weight.ndim > 1 else 0.0
         spread *= 2 if "W_Q" in name else 1
         weight.data = spread * torch.randn(weight.shape, generator=generator)
-        weight.requires_grad_("W_Q" not in name and "W_K" not in name)
+        weight.requires_grad_(name not in ("W_E", "W_pos") and "W_Q" not in name and "W_K" not in name)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=3e-3)
     prompts = task.sample(STEPS * 16, TOKENIZER, seed=1000 + seed, references=False)
     prompt, query, token = (prompts.column(name).view(len(prompts), -1) for name in ("prompt", "query_pos", "token"))
