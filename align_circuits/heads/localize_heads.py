@@ -32,6 +32,7 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.edited_runs import shared_runs
+from align_circuits.run.memory import check_memory, of_sweeps
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
@@ -130,6 +131,7 @@ def localize(
             )
         metrics = [*roles, *(f"{role}_attention" for role in roles)]
         pair = Pair(*task.pairs(tested, seed))
+        _check_memory(model, n, pair, options)
 
         # Candidates, on the prompts that choose.
         discovered = score_heads(model, discovery, metrics, options=options)
@@ -226,3 +228,15 @@ def example_positions(prompt: Prompts) -> Int[Tensor, " row"]:
     if int(positions[0]) > 0 and prompt.mask[0, positions[0] - 1]:
         positions = torch.cat([positions[:1] - 1, positions])
     return positions
+
+
+def _check_memory(model: HookedModel, n: int, pair: Pair, options: RunOptions) -> None:
+    """Raises a ValueError unless all runs fit into memory, of which the first-order effects come late."""
+    whole = pair.base.mask.shape[1]
+
+    def needed(length: int) -> float:
+        tokens = length * pair.prompts_at_once(length, options)
+        logits = tokens * len(pair.queries) // whole * model.cfg.d_vocab
+        return of_sweeps(model, 2 * n, length, tokens, logits)
+
+    check_memory("localize", model, needed, whole, ", fewer of them")

@@ -14,6 +14,9 @@ from align_circuits.prompts.prompts import Prompts
 CPU_TOKENS = 2048
 """Tokens a batch on the CPU: from about a thousand on, more were not faster (8 layers, width 512), only larger."""
 
+NUMBERS_CACHED = 2**28
+"""How many numbers of another run are cached at a time, and how many of unedited runs are kept."""
+
 
 def in_batches(
     run: Callable[[Int[Tensor, " prompt"], int], None],

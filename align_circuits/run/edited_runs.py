@@ -21,7 +21,7 @@ from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
 from align_circuits.models.protocol import check_fits, device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.batching import fitting_tokens, in_batches
+from align_circuits.run.batching import NUMBERS_CACHED, fitting_tokens, in_batches
 from align_circuits.run.forward_pass import (
     Batch,
     capture,
@@ -35,9 +35,6 @@ from align_circuits.run.forward_pass import (
     widened,
 )
 from align_circuits.run.options import RunOptions
-
-_NUMBERS_CACHED = 2**28
-"""How many numbers of the source run are cached at a time, and how many of unedited runs are kept."""
 
 OnLogits = Callable[[int, Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None]
 """Takes the index of an edit set, rows and their logits, which it only reads."""
@@ -185,7 +182,7 @@ class _KeptRuns:
             every, starts = every | kept.kept.keys(), [*starts, kept.start, kept.last_start]
         others = sum(run.size for run in self.runs.values() if run is not kept)
         expected = (len(every) + 2 * model.cfg.n_layers) * inputs["tokens"].numel() * model.cfg.d_model
-        if others + expected > _NUMBERS_CACHED:
+        if others + expected > NUMBERS_CACHED:
             return Replay.run(decoder, **inputs, keep=keep, starts=starts)
         self.runs[key] = Replay.run(decoder, **inputs, keep=every, starts=starts)
         return self.runs[key]
@@ -328,7 +325,7 @@ def _next_names(runs: _EditedRuns, index: int) -> list[str]:
     size = 0
     for count, name in enumerate(following):
         size += mask.numel() * _width(config, name, mask.shape[1])
-        if size > _NUMBERS_CACHED and count >= len(runs.names[index]):
+        if size > NUMBERS_CACHED and count >= len(runs.names[index]):
             return following[:count]
     return following
 

@@ -13,7 +13,7 @@ from align_circuits.hooks.compat import has_fused_attention
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.folder_checks import memory_of_machine, readable_size
 from align_circuits.models.protocol import parameters_of
-from align_circuits.run.batching import mlp_width
+from align_circuits.run.batching import NUMBERS_CACHED, mlp_width
 
 COPIES_OF_LOGITS = 5
 """Logits, their softmax, and their gradients, in float32."""
@@ -37,6 +37,22 @@ def of_edges(model: HookedModel, tokens: int, logits: int) -> float:
     senders = 1 + model.cfg.n_layers * (model.cfg.n_heads + 1)
     written = 1.35 * senders * model.cfg.d_model
     return of_gradients(model, tokens, logits) + _bytes_of(model) * tokens * written
+
+
+def of_sweeps(model: HookedModel, prompts: int, length: int, tokens: int, logits: int) -> float:
+    """Returns the bytes of edited runs on prompts whose unedited runs are kept, and of their first-order effects.
+
+    Args:
+        model: The model.
+        prompts: Whose keys and values of all layers are kept.
+        length: Of a prompt.
+        tokens: In a batch.
+        logits: As of `of_gradients`.
+    """
+    config = model.cfg
+    key_heads = getattr(config, "n_key_value_heads", None) or config.n_heads
+    kept = min(NUMBERS_CACHED, 2 * config.n_layers * key_heads * config.d_head * prompts * length)
+    return _bytes_of(model) * kept + 0.3 * of_gradients(model, tokens, logits)
 
 
 def of_attention(model: HookedModel, rows: int, length: int, layers: float) -> float:

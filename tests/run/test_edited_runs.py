@@ -473,7 +473,7 @@ def test_activations_are_cached_for_as_many_edit_sets_as_memory_should_hold(monk
         model=SimpleNamespace(cfg=cfg), prompts=SimpleNamespace(mask=torch.ones(3, 5)), names=names
     )
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    monkeypatch.setattr(edited_runs, "_NUMBERS_CACHED", most)
+    monkeypatch.setattr(edited_runs, "NUMBERS_CACHED", most)
     assert edited_runs._next_names(runs, index) == [z, pattern, neurons][index:][:expected]
     del cfg.d_mlp
     assert edited_runs._width(cfg, neurons, 5) == 8
@@ -496,7 +496,7 @@ def test_of_the_other_run_as_much_is_kept_as_memory_should_hold(models, monkeypa
         return capture(*arguments, **options)
 
     monkeypatch.setattr(edited_runs, "capture", counting)
-    monkeypatch.setattr(edited_runs, "_NUMBERS_CACHED", 27 * (32 + 4 * 9 + 48) - missing)
+    monkeypatch.setattr(edited_runs, "NUMBERS_CACHED", 27 * (32 + 4 * 9 + 48) - missing)
     sites: Any = [("z", 0), ("pattern", 0), ("mlp_post", 0), ("z", 1)]
     edits = [
         ac.Patch(layers=[layer], site=site) if site == "mlp_post" else ac.Patch([(layer, 0)], site=site)
@@ -506,7 +506,7 @@ def test_of_the_other_run_as_much_is_kept_as_memory_should_hold(models, monkeypa
     logits_of(model, prompts, [[edit] for edit in edits], every_row(prompts), source=prompts, engine="reference")
     assert captured == [names[: together[0]], names[together[0] :]]
     captured.clear()
-    monkeypatch.setattr(edited_runs, "_NUMBERS_CACHED", 0)
+    monkeypatch.setattr(edited_runs, "NUMBERS_CACHED", 0)
     both = [edits[:2], edits[2:]]
     logits_of(model, prompts, both, every_row(prompts), source=prompts, engine="reference")
     assert list(map(set, captured)) == [set(names[:2]), set(names[2:])]
@@ -518,7 +518,7 @@ def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch
     model, made = models("llama", torch.float64), []
     run = replay.Replay.run.__func__
     monkeypatch.setattr(replay.Replay, "run", classmethod(lambda *a, **k: made.append(1) or run(*a, **k)))
-    monkeypatch.setattr(edited_runs, "_NUMBERS_CACHED", most)
+    monkeypatch.setattr(edited_runs, "NUMBERS_CACHED", most)
     prompts = Prompts.from_tokens(torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(1)))
     other = Prompts.from_tokens(torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(2)))
     late = prompts.mask & (torch.arange(12) >= 8)

@@ -36,11 +36,14 @@ def llama(vocabulary: int, layers: int, width: int, inner: int) -> Any:
 
 
 def call_of(verb: str, model: Any, prompts: int, length: int) -> Any:
-    """The call of a verb, with prompts of a length; for `tune` of so many examples."""
+    """The call of a verb, with prompts of a length; for `tune` and `localize` of so many examples."""
     if verb == "tune":
         task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=length)
         config = ac.TuneConfig(steps=1, batch=prompts, probe_prompts=1, probe_every=1)
         return partial(ac.tune, model, task, config, progress=False)
+    if verb == "localize":
+        task = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=length)
+        return partial(ac.localize, model, task, prompts, n_controls=1)
     task = RepeatedTokensTask(length=length // 2, bos=False)
     clean, other = (task.sample(prompts, model.cfg.d_vocab, seed=seed) for seed in range(2))
     if verb == "attention":
@@ -55,7 +58,7 @@ def call_of(verb: str, model: Any, prompts: int, length: int) -> Any:
 def measured(answer: Connection, verb: str, prompts: int, length: int, vocabulary: int, *sizes: int) -> None:
     """Sends what was estimated, and what was taken at the most."""
     torch.set_num_threads(1)
-    tokenizer = char_tokenizer() if verb == "tune" else None
+    tokenizer = char_tokenizer() if verb in ("tune", "localize") else None
     model = ac.load(llama(len(tokenizer) if tokenizer else vocabulary, *sizes), tokenizer=tokenizer)
     call = call_of(verb, model, prompts, length)
     no_memory = mock.patch.multiple(memory, memory_of_machine=lambda: 0, readable_size=str)
@@ -82,6 +85,8 @@ def measured(answer: Connection, verb: str, prompts: int, length: int, vocabular
         ("attention", 1, 2048, 2000, 3, 128, 256),
         ("tune", 16, 20, 64, 4, 512, 1024),
         ("tune", 8, 40, 64, 6, 256, 1024),
+        ("localize", 16, 10, 64, 4, 256, 1024),
+        ("localize", 32, 20, 64, 8, 256, 1024),
     ],
     ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}",
 )
