@@ -184,17 +184,15 @@ def test_every_figure_has_a_row_and_every_claim_of_a_paper_is_in_one(scoreboard,
     assert claimed <= judged
     for row in rows:
         largest = scoreboard.kept(row)[0]
-        assert largest.percent == max(kept.percent for kept in scoreboard.kept(row))
         assert not row.claims or all(any(part in text for _, _, text in claimed) for part in row.claims)
         if row.wrong:
             assert any(row.wrong["claim"] in check.claim for check in largest.checks)
             assert (DOCS / f"{row.wrong['page']}.md").exists()
-        if largest.outcome == "not reproduced":
-            assert "fails" in {check.verdict for check in largest.checks}
     for name, known in scoreboard.written()["published"].items():
         texts = {text for experiment, _, text in claimed if experiment == name}
         assert name.partition("/")[0] != paper or all(any(part in text for text in texts) for part in known), name
-        assert all(scoreboard.published_of(name, text) or True for text in texts)
+        for text in texts:
+            scoreboard.published_of(name, text)  # raises where two published numbers are of one claim
 
 
 def test_the_size_of_a_result_is_its_smallest_ratio_to_the_papers(scoreboard):
