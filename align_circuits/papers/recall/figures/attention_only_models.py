@@ -86,8 +86,8 @@ class AttentionOnlySetup:
 
 
 PAPER = AttentionOnlySetup(warmup=200)
-"""App. B: 2,000 and 1,000 steps to validate the constructions; Figs. 13 and 14 have 5,000 and 2,000. Without warm-up,
-which is not mentioned there, some models never learn the facts, whatever the learning rate
+"""App. B: 2,000 and 1,000 steps to validate the constructions; Figs. 13 and 14 have 5,000 and 2,000. Warm-up is not
+mentioned there; in a pilot the facts were learned in all cells with it, and in half of those without
 (`benchmarks/recall_pilot.py`)."""
 
 SMALLEST = AttentionOnlySetup(
