@@ -5,7 +5,8 @@ candidate; attention that was frozen at random while the rest was trained; circu
 prompts follow another alignment; random weights; heads that copy whatever they attend to; MLPs that solve the task
 alone; decoys that attend rightly and write noise. Counted are the models with a false name, the p-values up to .05 of
 heads whose attention has no role, and the share of true heads that are named, also as without a correction for the
-causal test ("before").
+causal test ("before"). In noisy circuits of the zoo names are also counted as with the correction over all candidates,
+those too that had no effect on the prompts that choose ("unfiltered").
 
     python benchmarks/adversaries.py [--models 60] [--families NAME ...] [--quick] [--rows FOLDER] [--out FILE]
 
@@ -31,6 +32,7 @@ from align_circuits.heads.naming import NamingTests, named_heads
 from align_circuits.jobs.files import replacing
 from align_circuits.models.planted.model import DECOYS, OTHER_DECOYS, PlantedModel
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
+from align_circuits.models.planted.zoo import PUBLIC, zoo_circuit
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
@@ -70,6 +72,8 @@ class Family:
     """Whether the attention of all heads is a null, so that p-values are uniform or larger."""
     at_most: int = 60
     """How many models at most: some take a training."""
+    unfiltered: bool = False
+    """Whether names are counted, too, as if candidates without an effect on the prompts that choose were corrected."""
 
 
 def attending(seed: int, tokens: float, pairs: float, places: float, late: float = 0.0, gain: float = 1.0) -> HandBuilt:
@@ -201,6 +205,12 @@ def split_roles(seed: int) -> Case:
     return Case(model, model.task, model.roles, {"redundant": True})
 
 
+def of_noisy_zoo(seed: int) -> Case:
+    """A circuit of the public zoo of which every head writes noise; a role has one to six heads."""
+    model = zoo_circuit([each for each in PUBLIC if zoo_circuit(each).traits["noise"]][seed]).build()
+    return Case(model, model.task, model.roles, {"n": 24, "redundant": True})
+
+
 def solved_by_mlp(seed: int) -> Case:
     """The MLP knows the answer from the last token; heads attend at random and write a little of what they see."""
     model, generator = attending(seed, 1.0, 0.0, 1.0, gain=0.3), torch.Generator().manual_seed(seed)
@@ -273,21 +283,21 @@ FAMILIES: dict[str, Family] = {
     "decoys writing noise": Family(with_noise),
     "planted, full strength": Family(full_strength, at_most=20),
     "planted, two heads a role": Family(split_roles, at_most=20),
+    "zoo, noisy": Family(of_noisy_zoo, at_most=14, unfiltered=True),
     "trained": Family(trained, at_most=2),
 }
-"""Nulls, then circuits that are to be found; the noisy one is both."""
+"""Nulls, then circuits that are to be found; the noisy ones are both."""
 
 
-def uncorrected(found: Localization) -> set[tuple[tuple[int, int], str]]:
-    """The names if only p-values of attention were corrected, not those of the effects."""
+def names_by(found: Localization, *metrics: str) -> set[tuple[tuple[int, int], str]]:
+    """The names if the largest of these p-values was corrected, over all candidates."""
     roles, keys = list(found.heads_by_role), ["layer", "head", "role"]
     frame: Any = found.table.frame
-    q, p = (frame[frame["metric"] == metric].set_index(keys)["value"] for metric in ("q", "p"))
-    keyed = [key for key in q.index if key in p.index]
-    candidates = [((layer, head), role) for layer, head, role in keyed if role in roles]
-    attention = benjamini_hochberg(p[keyed].to_numpy(dtype=float)) if keyed else np.array([])
+    q, *p = (frame[frame["metric"] == metric].set_index(keys)["value"] for metric in ("q", *metrics))
+    candidates = [((layer, head), role) for layer, head, role in q.index if role in roles]
+    largest = np.max([of_metric[q.index].to_numpy(dtype=float) for of_metric in p], axis=0)
     others = frame[frame["metric"] != "q"]
-    rows = frame[frame["metric"] == "q"].assign(value=attention)
+    rows = frame[frame["metric"] == "q"].assign(value=benjamini_hochberg(largest) if len(q) else largest)
     table = Table(pd.concat([others, rows], ignore_index=True), found.table.provenance)
     tested = found.prompts
     confounded, chance = confounded_roles(tested, roles), chance_of(tested, roles)
@@ -302,7 +312,8 @@ def measured(family: str, seed: int) -> dict[str, Any]:
     true = {(head, role) for head, role in case.roles.items() if role in found.heads_by_role}
     names = {
         "named": {(head, role) for role, heads in found.heads_by_role.items() for head in heads},
-        "before": uncorrected(found),
+        "before": names_by(found, "p"),
+        **({"unfiltered": names_by(found, "p", "causal_p")} if FAMILIES[family].unfiltered else {}),
         "grouped": {(member.head, role) for role, members in found.redundant.items() for member in members},
     }
     frame: Any = found.table.where(metric="p").frame
@@ -328,7 +339,7 @@ def summary(family: str, models: list[dict[str, Any]]) -> Iterator[dict[str, Any
             f"models with a false name, {kind}", sum(bool(model[f"false, {kind}"]) for model in models), len(models)
         )
     if total := sum(model["true"] for model in models):
-        for kind in kinds:
+        for kind in kinds + ["unfiltered"] * FAMILIES[family].unfiltered:
             yield share(f"true heads, {kind}", sum(model[f"right, {kind}"] for model in models), total)
     if FAMILIES[family].uniform:
         roles = sorted({role for model in models for role in model["p"]})
