@@ -3,8 +3,8 @@
 App. B of Vasudeva et al. (2026) gives M = 256 subjects, d_h = 256 and 5,000 steps of pretraining, but neither the
 number G of grammar tokens nor the learning rate of these models. Each cell of the grid below pretrains one model, on a
 seed of which no result is kept, and prints the exact match on PT and, of the last position, the largest attention of a
-head to the subject and to the relation. The choice is a cell of the highest exact match. `docs/results/recall_pilot.csv`
-is of an NVIDIA H200 and 3,000 steps.
+head to the subject and to the relation. The choice is a cell of the highest exact match. The kept table,
+`docs/results/recall_pilot.csv`, is of an NVIDIA H200 and 3,000 steps.
 
     python benchmarks/recall_pilot.py [--jobs 2] [--seed 900] [--steps 5000] [--out FILE]
 """
