@@ -5,13 +5,17 @@ import signal
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import wraps
+from inspect import signature
 from types import FrameType
 from typing import Any, TypeVar, cast
 
 from torch import nn
 
 from align_circuits.hooks import compat
+from align_circuits.tables.calls import Call
+from align_circuits.tables.tables import Table
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Value = TypeVar("Value")
@@ -29,6 +33,7 @@ def leaves_as_found(function: Function) -> Function:
     written down here, and while they are restored no handler of a signal runs: it runs right after.
 
     A call waits while another thread runs such a function on the same model, or on one that shares a module with it.
+    A table that it returns knows the call (`Table.call`).
     """
 
     @wraps(function)
@@ -61,6 +66,10 @@ def leaves_as_found(function: Function) -> Function:
                         signals.open = True
                         result = function(*args, **kwargs)
                         failed = False
+                        if isinstance(result, Table) and not outer:
+                            given = signature(function).bind(*args, **kwargs).arguments
+                            arguments = {name: value for name, value in given.items() if name != "model"}
+                            result = replace(result, call=Call(function.__name__, arguments))
                         return result
                     finally:
                         signals.open = False
@@ -70,6 +79,7 @@ def leaves_as_found(function: Function) -> Function:
         finally:
             signals.release()
 
+    wrapper.runs_a_model = True  # pyright: ignore[reportAttributeAccessIssue]
     return cast(Function, wrapper)
 
 

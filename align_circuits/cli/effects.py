@@ -9,12 +9,11 @@ import tyro
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.sweep_verb import SweepVerb
-from align_circuits.cli.verb import head_value
+from align_circuits.cli.verb import distinct, head_value
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.report.page import Section, legend_of
-from align_circuits.report.plots.position_figures import UNITS
-from align_circuits.report.plots.style import kinds_of
+from align_circuits.report.plots.style import UNITS, kinds_of
 from align_circuits.run.pairs import Direction
 from align_circuits.tables.tables import Table
 
@@ -32,8 +31,7 @@ PairDirection = Annotated[
     Direction,
     tyro.conf.arg(
         help='"denoise" puts clean activations into corrupted runs, "noise" corrupted ones into clean runs. A '
-        "corrupted prompt of the task has another test input, so that another symbol is to be translated at every "
-        "position."
+        "corrupted prompt is the text in the file of prompts, or one of the task with another test input."
     ),
 ]
 
@@ -47,8 +45,7 @@ class EffectVerb(SweepVerb):
     ) -> None:
         """Prints how it was measured and the heads that matter most; writes the results, with `what` and `but`."""
         parts = dict(_parts(table, metric))
-        best = {place: "   ".join(map(head_value, _rows(part.top(metric, 5)))) for place, part in parts.items()}
-        lines = [f"{place}: {rows}" if place else rows for place, rows in best.items()]
+        lines = [(f"{place}: " if place else "") + best_of(part, metric) for place, part in parts.items()]
         print("\n".join([f"{self.model}: {how}\n", *(f"  {line}" for line in lines), "", *table.remarks]))
         summary = "\n\n".join([f"{what}, largest first: {lines[0]}. {but}", *lines[1:], *table.remarks])
         sections = list(_sections(table, parts, metric, prompts))
@@ -60,7 +57,8 @@ def _sections(table: Table, parts: Mapping[str, Table], metric: str, prompts: Pr
     unit = UNITS.get(metric, "share")
     for place, of_all in parts.items():
         where = f", {place}" if place else ""
-        yield f"What matters most{where}", "With 95% intervals over prompts.", plots.top_heads(of_all, [metric], 10)
+        drawn = plots.top_heads(of_all, [metric], 10, by="absolute")
+        yield f"What matters most{where}", "The largest effects, up or down, with 95% intervals over prompts.", drawn
         of_heads = "head" in set(of_all.frame["level"])
         maps = []
         if of_heads and "kind" in table.keys:
@@ -73,17 +71,21 @@ def _sections(table: Table, parts: Mapping[str, Table], metric: str, prompts: Pr
             yield f"All heads{where}", "Hover for a number and its interval.", maps
         shares = of_all.normalized() if table.is_paired else None
         if shares is not None and not np.isnan(shares.frame["value"].to_numpy(dtype=float)).all():
-            drawn = [plots.top_heads(shares, [metric], 10)]
+            drawn = [plots.top_heads(shares, [metric], 10, by="absolute")]
             drawn += [plots.head_maps(shares, [metric], unit="share")] if of_heads else []
             yield f"Normalised{where}", SCALE, drawn
     if table.baselines is not None:
-        yield "Without an edit", "Each metric on the prompts as they are, and what a guess would get.", table.baselines
+        yield (
+            "Without an edit",
+            "Each metric on the prompts as they are, and what a guess would get.",
+            distinct(table.baselines),
+        )
     if "estimated" in table.keys and True in set(table.frame["estimated"]):
         screened = table.where(metric=metric, kind="all", estimated=True)
         drawn = [plots.head_maps(part, [metric], unit=unit) for _, part in _by_place(screened)]
         yield "Estimates", "To first order: these heads were screened out, and not run.", drawn
     yield "A prompt", legend_of(prompts), prompts.to_html(0)
-    yield "All numbers", "", table
+    yield "All numbers", "", distinct(table)
 
 
 def _parts(table: Table, metric: str) -> Iterator[tuple[str, Table]]:
@@ -99,6 +101,15 @@ def _by_place(table: Table) -> Iterator[tuple[str, Table]]:
     several = [key for key in keys if frame[key].nunique() > 1]
     for _, row in frame[keys].drop_duplicates().iterrows():
         yield " at ".join(str(row[key]) for key in several), table.where(**row.to_dict())
+
+
+def best_of(table: Table, metric: str) -> str:
+    """Returns the five rows that matter most, and of the five largest those in the other direction."""
+    best, largest = (_rows(table.top(metric, 5, by=by)) for by in (None, "absolute"))
+    sign = best[0]["value"] if best else 0
+    others = [row for row in largest if row["value"] * sign < 0 < row["low"] * row["high"]]
+    against = f". In the other direction: {', '.join(map(head_value, others))}" if others else ""
+    return ", ".join(map(head_value, best)) + against
 
 
 def _rows(table: Table) -> list[Any]:

@@ -22,12 +22,12 @@ PROGRAM = "align-circuits"
 
 GROUPS = {
     "Measure a model": {
-        "score": "Score every attention head: how well it follows the alignment, looks phrases up, and more.",
-        "evaluate": "Evaluate a model: its accuracy on first and later letters of phrases, beside references.",
+        "score": "Score every attention head: how far it attends where your relations, or the task's, say it should.",
+        "evaluate": "Evaluate a model on prompts: accuracy and other metrics, for a task beside reference accuracies.",
         "ablate": "Ablate every head alone: what the model loses without it.",
         "patch": "Patch every head from clean into corrupted prompts: what it restores.",
         "attribute": "Estimate what patching every head would do, from gradients.",
-        "localize": "Find the heads that align and those that look up, and test whether the model needs them.",
+        "localize": "Name the heads that attend as your relations, or the task's, say; test if the model needs them.",
     },
     "Compare methods": {"benchmark": "Compare methods that find heads, on circuits whose heads are known."},
     "Train a model": {

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb, interval
+from align_circuits.cli.verb import PromptVerb, distinct, interval
+from align_circuits.prompts.prompts import WRONG
 from align_circuits.report import plots
 from align_circuits.run.evaluation import evaluate
 from align_circuits.run.target_metrics import Metric
@@ -14,15 +15,17 @@ from align_circuits.run.target_metrics import Metric
 class Evaluate(PromptVerb):
     """Measures accuracy and other metrics with `evaluate`."""
 
-    metrics: tuple[Literal["log_prob", "logit", "logit_diff", "prob", "accuracy"], ...] = ("log_prob",)
-    """What is measured beside the accuracy."""
+    metrics: tuple[Literal["log_prob", "logit", "logit_diff", "prob", "accuracy"], ...] | None = None
+    """What is measured beside the accuracy: by default log_prob, and logit_diff where the file has wrong answers."""
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, prompts, _ = self.prepare()
-        metrics: list[Metric] = [*dict.fromkeys(("accuracy", *self.metrics))]
+        usual: tuple[Metric, ...] = ("log_prob", "logit_diff") if WRONG in prompts.targets else ("log_prob",)
+        metrics: list[Metric] = [*dict.fromkeys(("accuracy", *(usual if self.metrics is None else self.metrics)))]
         table = evaluate(model, prompts, metrics=metrics, options=self.options)
-        print(table)
+        shown = distinct(table)
+        print(shown)
         rows = table.where(metric="accuracy", kind="all", offset=None).frame
         accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}
         summary = f"{accuracy['model']} of all target tokens are correct"
@@ -33,5 +36,5 @@ class Evaluate(PromptVerb):
             table,
             title=f"Accuracy of {self.model}",
             summary=f"{summary}.",
-            sections=[("Accuracy", "", plots.accuracy(table)), ("All numbers", "", table)],
+            sections=[("Accuracy", "", plots.accuracy(table)), ("All numbers", "", shown)],
         )

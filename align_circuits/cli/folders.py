@@ -18,7 +18,8 @@ LATEST = "latest"
 
 RESULTS = (
     *("table.csv", "table.csv.xz", "values.safetensors", "report.html"),
-    *("baselines", "patching_effects", "ablation_effects", "set_ablations", "interchanges", "heads", "over_seeds"),
+    *("baselines", "patching_effects", "ablation_effects", "set_ablations", "group_ablations"),
+    *("interchanges", "heads", "over_seeds", "call"),
 )
 """What an earlier run may have left beside its provenance: deleted when another run replaces that run's results."""
 

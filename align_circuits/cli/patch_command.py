@@ -41,7 +41,8 @@ class Patch(EffectVerb):
             screen=self.screen,
             options=self.options,
         )
-        what = f"{', '.join(self.sites)} of one head or layer" + (
+        site = "the output" if self.sites == ("z",) else ", ".join(self.sites)
+        what = f"{site} of one head{' or layer' * (self.sites != ('z',))}" + (
             f" at {', '.join(self.positions)}" if self.positions else ""
         )
         self.write(

@@ -1,16 +1,20 @@
 """`align-circuits rerun`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
+import torch
 import tyro
 
+import align_circuits as ac
 from align_circuits.checks import check_argument
 from align_circuits.cli.entry import VERBS, verb_class
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb
+from align_circuits.models.loading import load
+from align_circuits.tables.calls import FOLDER, Call
 from align_circuits.tables.tables import Table
 
 
@@ -19,9 +23,11 @@ class Rerun(Verb):
     """Repeats another verb."""
 
     run: tyro.conf.Positional[Path]
-    """A folder that another verb wrote."""
+    """A folder that another verb wrote, or Table.save."""
     out: Path | None = field(default=None, kw_only=True)
     """The folder for the repetition; by default PATH/rerun."""
+    model: str | None = field(default=None, kw_only=True)
+    """Of a table that was saved from Python: what its model is loaded from, by default the name in its provenance."""
 
     @property
     def folder(self) -> Path:
@@ -31,8 +37,12 @@ class Rerun(Verb):
     def __call__(self, results: Results) -> str | None:
         """Runs the verb."""
         before = Table.load(self.run)
-        self._verb(before, results.folder)(results)
-        after = Table.load(results.new)
+        if (self.run / FOLDER).is_dir():
+            self._called(before).save(results.new)
+            after = _with_rows_of(before, Table.load(results.new))
+        else:
+            self._verb(before, results.folder)(results)
+            after = Table.load(results.new)
         if (old := before.provenance.data.get("digest")) != (new := after.provenance.data.get("digest")):
             return f"the prompts have changed since the first run, {old} -> {new}: their numbers do not compare"
         first, second = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
@@ -56,6 +66,23 @@ class Rerun(Verb):
                     print(f"  changed since then: {name}, {old.get(name)} -> {new.get(name)}")
         return None
 
+    def _called(self, before: Table) -> Table:
+        """The table that the same call of a public function returns now."""
+        classes = {name: part for name in ac.__all__ if isinstance(part := getattr(ac, name), type)}
+        call, made = Call.load(self.run / FOLDER, classes), before.provenance.model
+        function = getattr(ac, call.function, None) if call.function in ac.__all__ else None
+        if not hasattr(function, "runs_a_model"):
+            raise ValueError(f"{call.function!r} is no function of align_circuits that runs a model: call it in Python")
+        dtype = getattr(torch, made["dtype"])
+        try:
+            model = load(self.model or made["name"], made["device"], dtype, quantization=made.get("quantization"))
+        except (ValueError, ImportError) as error:
+            raise ValueError(
+                f"the model of this table cannot be loaded by its name ({error}): give --model, a folder or file that "
+                "holds it; one that was only in memory, such as a planted circuit, is measured again in Python"
+            ) from error
+        return function(model, **call.arguments)
+
     def _verb(self, before: Table, folder: Path) -> Verb:
         """The verb that wrote a table, with its settings."""
         name, settings = before.provenance.verb, before.provenance.settings
@@ -63,7 +90,7 @@ class Rerun(Verb):
         if not hasattr(repeated, "from_settings") or not {"model", "models", "methods"} & settings.keys():
             raise ValueError(
                 f"{str(self.run)!r} was written by {name!r} or from Python, without the settings to repeat it: give a "
-                "folder that another verb of align-circuits wrote"
+                "folder that another verb of align-circuits wrote, or a table as a function returned it"
             )
         try:
             verb = repeated.from_settings(settings, folder)
@@ -74,3 +101,14 @@ class Rerun(Verb):
                 f"the settings in {str(self.run / 'provenance.json')!r} cannot be used ({error}): give the verb anew"
             ) from error
         return verb
+
+
+def _with_rows_of(before: Table, after: Table) -> Table:
+    """The rows of a table that another one has too, in its order, where it has them all: it may be a selection."""
+    if before.keys != after.keys:
+        return after
+    places = after.frame[after.keys].assign(_place=np.arange(len(after)))
+    chosen = before.frame[before.keys].merge(places, how="left", on=before.keys)["_place"]
+    if chosen.isna().any() or len(chosen) != len(before):
+        return after
+    return replace(after, frame=after.frame.iloc[chosen.astype(int)].reset_index(drop=True), values=None, weights=None)

@@ -20,6 +20,7 @@ from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.quantization import Quantization
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report.page import write_report
+from align_circuits.report.plots.style import kinds_of
 from align_circuits.run.options import Engine, RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
@@ -82,7 +83,7 @@ class Verb(ABC):
         """Writes the report, and the table with the verb and its settings, by default all of them."""
         made = replace(table.provenance, verb=self.verb, settings=self.settings if settings is None else dict(settings))
         write_report(results.new / "report.html", provenance=made, **{"facts": self.facts, **report})
-        replace(table, provenance=made).save(results.new)
+        replace(table, provenance=made, call=None).save(results.new)
         print(f"\nreport: {results.folder / 'report.html'}")
 
 
@@ -274,6 +275,14 @@ def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:
     head = "" if pd.isna(row["head"]) else f"H{row['head']}"  # a layer has none
     text = f"L{row['layer']}{head} {interval(row)}"
     return text if roles is None else f"{text} ({roles.get((row['layer'], row['head'])) or 'none'})"
+
+
+def distinct(table: Table) -> Table:
+    """Returns a table without rows that repeat others: of answers of one token the first token is all."""
+    if "kind" in table.keys:
+        table = table.where(kind=kinds_of(table.frame))
+    single = "offset" in table.keys and set(table.frame["offset"].dropna()) == {0}
+    return table.where(offset=None) if single else table
 
 
 def first_token(table: Table, predictor: str = "model") -> str:

@@ -46,7 +46,7 @@ class UnnamedHead:
     high: bool
     """Whether the score is high enough for the role."""
     large: bool
-    """Whether the effect is measured, at least `LARGE_EFFECT` of the difference, and its interval leaves out 0."""
+    """Whether the effect is measured and at least `LARGE_EFFECT` of the difference, and its interval leaves out 0."""
 
     @property
     def size(self) -> str:
@@ -109,7 +109,7 @@ def unnamed_heads(
 
     def of(head: Head, role: str) -> UnnamedHead:
         effect, share = by_head[head]
-        shown = abs(share["value"]) >= LARGE_EFFECT and not share["low"] <= 0 <= share["high"]
+        shown = abs(share["value"]) >= LARGE_EFFECT and not effect["low"] <= 0 <= effect["high"]
         return UnnamedHead(
             head,
             role,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -108,6 +109,37 @@ def interchange_accuracy(
     table = Table.from_prompts(keys, means[:, :-1].reshape(len(keys), -1), weights, provenance)
     runs = {pair.base_run: means[:, 0], other_run(pair.base_run): means[:, -1]}
     return replace(table, baselines=baseline_table(named, runs, weights[:2], provenance))
+
+
+def interchange_verdicts(interchanges: Table, alpha: float) -> pd.DataFrame:
+    """Returns whether each patch of a table of interchange interventions carries the other prompt's answer.
+
+    A patch does if the whole 95% interval of its `"interchange"` lies above that of the unpatched run, and the set
+    `"named"` if it also does better than the sets `"random 0"`, `"random 1"`, ... of as many heads.
+
+    Args:
+        interchanges: What `interchange_accuracy` returned.
+        alpha: The limit of the p-value beside random sets, (1 + sets that do as well) / (1 + sets).
+
+    Returns:
+        A row for each patch but the random ones, with `layer`, `head`, `patched`, `carries`, the interchange accuracy
+        `value` with its interval, `unpatched` (that of the unpatched run), `kept` (how often the answer of the base
+        prompt is given), and, of `"named"`, the number and the best of its `controls` and `p`.
+    """
+    frame: Any = interchanges.frame
+    rows, kept = (frame[frame["metric"] == metric] for metric in ("interchange", "corrupted_correct"))
+    rows = rows.assign(kept=kept["value"].to_numpy()).drop(columns=["metric", "n", "level"])
+    drawn = rows["patched"].str.fullmatch(r"random \d+")
+    controls, unpatched = rows.loc[drawn, "value"], rows.loc[rows["patched"] == NOTHING, "value"].item()
+    rows = rows[~drawn & (rows["patched"] != NOTHING)].assign(unpatched=unpatched, n_controls=0)
+    rows[["controls", "p"]] = np.nan
+    rows["carries"] = rows["low"] > unpatched
+    named = rows["patched"] == "named"
+    if named.any() and len(controls):
+        p = (1 + (controls >= rows.loc[named, "value"].item()).sum()) / (1 + len(controls))
+        rows.loc[named, ["n_controls", "controls", "p"]] = len(controls), controls.max(), p
+        rows.loc[named, "carries"] &= p <= alpha
+    return rows.reset_index(drop=True)
 
 
 def _answers(clean: Prompts, right: Bool[Tensor, "target answer"] | None, name: str) -> OwnMetric:

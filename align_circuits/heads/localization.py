@@ -13,6 +13,7 @@ from torch import Tensor
 from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.heads.evidence import Evidence
 from align_circuits.heads.heads_without_role import UnnamedHead
+from align_circuits.heads.interchange_interventions import interchange_verdicts
 from align_circuits.heads.redundant_heads import RedundantHead
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict
@@ -159,6 +160,12 @@ class Localization:
         """What leaves the effects of heads without a meaning: `Table.warnings`."""
         effects = self.evidence.patching_effects
         return effects.where(kind="all").warnings if "kind" in effects.keys else []
+
+    @property
+    def interchange_verdicts(self) -> pd.DataFrame | None:
+        """Which heads and sets carry the clean prompt's answer (`interchange_verdicts` of `heads`); None: not asked."""
+        interchanges = self.evidence.interchanges
+        return None if interchanges is None else interchange_verdicts(interchanges, self.thresholds.alpha)
 
     @property
     def caveats(self) -> str:

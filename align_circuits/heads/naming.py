@@ -56,7 +56,7 @@ class NamingTests:
         p, causal_p, q = (self.value(head, role, metric) for metric in ("p", "causal_p", "q"))
         fdr = self.needed.fdr
         if np.isnan(q):
-            yield "no candidate: on the prompts that choose it did not attend so"
+            yield "attends so on the prompts that test, but not on those that chose the candidates"
         elif not q <= fdr:
             if p > fdr:
                 yield f"attention p = {p:.2g}, above {fdr:g}: its positional bias may explain it"

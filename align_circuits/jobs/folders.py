@@ -13,7 +13,7 @@ from uuid import uuid4
 from align_circuits.jobs.files import UNIQUE, check_name, short_name, unwritable
 from align_circuits.jobs.locks import locked
 
-MARKS = ("config.json", "adapter_config.json", "provenance.json")
+MARKS = ("config.json", "adapter_config.json", "call.json", "provenance.json")
 """Files that say that a folder is one of results, and complete: they leave it first and enter it last."""
 
 _OLD, _GOING = ".old", ".going"

@@ -43,19 +43,19 @@ def identity_of(value: Any) -> str:
     return _Hashes().of(value).hex()[:16]
 
 
-def told(what: str, value: Any) -> str:
+def told(what: str, value: Any, *, otherwise: str = "") -> str:
     """Returns the identity of what something rests on that is kept and read again.
 
     Raises:
-        ValueError: It cannot be told; the message begins with `what`.
+        ValueError: It cannot be told; the message begins with `what` and ends with `otherwise`.
     """
     try:
         return identity_of(value)
     except Unidentified as error:
         raise ValueError(
             f"{what} could not be told from those of another run, since {error} cannot: give the function or object "
-            "that it belongs to an attribute identity, a text with its name and version, which you change with it; or "
-            "keep nothing"
+            "that it belongs to an attribute identity, a text with its name and version, which you change with it"
+            + otherwise
         ) from error
 
 

@@ -46,7 +46,7 @@ class SweepParts:
         if folder is not None:
             rests_on = {"release": release(), "process": settings_of_the_process(), **identity}
             parts = [(part, rests_on[part]) for part in sorted(rests_on)]
-            name = told(f"{what} in {str(folder)!r}", parts)
+            name = told(f"{what} in {str(folder)!r}", parts, otherwise="; or keep nothing")
             self._folder = shared_folder(inside(folder, name))
 
     @property

@@ -39,6 +39,9 @@ from align_circuits.prompts.token_html import Mark, draw_tokens
 TARGET_COLUMNS = ("prompt", "query_pos", "target_pos", "token", "phrase", "offset", "kind")
 """The columns that every table of targets has, in order."""
 
+_ALIGNMENT = ("lookup", "align_query")
+"""The relations of which the gold alignment is drawn."""
+
 WRONG = "wrong"
 """The column of targets with the token that the metric `"logit_diff"` compares with, where there is one."""
 
@@ -152,6 +155,17 @@ class Prompts:
         drawings = [self.to_html(index) for index in range(min(len(self), 3))]
         return "<hr>".join(drawings) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the gold alignment of the prompts is known, which `to_html` then draws."""
+        return bool({*_ALIGNMENT} & self.relations.keys())
+
+    @property
+    def drawn_relation(self) -> str | None:
+        """The relation that `to_html` draws unless told: the one of your own added last; None beside an alignment."""
+        own = [name for name in self.relations if name not in ("induction", "previous", "duplicate")]
+        return own[-1] if own and not self.is_aligned else None
+
     @checked
     def to_html(self, index: int = 0, examples: int | None = None, relation: str | None = None) -> str:
         """Returns one prompt as HTML, one line for each example, with its gold alignment or with any relation.
@@ -169,11 +183,8 @@ class Prompts:
         Raises:
             KeyError: A relation that the prompts do not have.
         """
-        prompt = self[index]
-        aligned = {name: part for name, part in prompt.relations.items() if name in ("lookup", "align_query")}
-        own = [name for name in prompt.relations if name not in (*aligned, "induction", "previous", "duplicate")]
-        if relation is None and not aligned and own:
-            relation = own[-1]
+        prompt, relation = self[index], relation or self.drawn_relation
+        aligned = {name: part for name, part in prompt.relations.items() if name in _ALIGNMENT}
         if relation is not None and relation not in prompt.relations:
             raise KeyError(f"no relation {relation!r} in these prompts; they have {', '.join(prompt.relations)}")
         group, framed = prompt._rows_of(prompt.relations[relation]) if relation else prompt._alignment(aligned)

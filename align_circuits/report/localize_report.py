@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.heads.heads_without_role import LARGE_EFFECT
-from align_circuits.heads.interchange_interventions import HEAD, NOTHING
+from align_circuits.heads.interchange_interventions import HEAD
 from align_circuits.heads.localization import Localization
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.heads import describe
@@ -76,7 +76,9 @@ def save_localization(
     others = ("patching_effects", "ablation_effects", "set_ablations", "interchanges")
     caveats = localization.caveat_sentences
     summary = " ".join([answer_of(localization) or localization.answer, *caveats[:1]])
-    with replacing_in(folder, going=(*FILES, PER_PROMPT, *others)) as new:
+    with replacing_in(
+        folder, going=(*FILES, PER_PROMPT, *others, "group_ablations")
+    ) as new:  # the last of an earlier version
         for name in others:
             if getattr(localization.evidence, name) is not None:
                 getattr(localization.evidence, name).save(new / name)
@@ -129,8 +131,8 @@ def _sections(localization: Localization) -> Iterator[Section]:
         yield _section("Heads that were not named", unnamed_table(localization), share=LARGE_EFFECT)
     if localization.redundant:
         yield _section("Heads that stand in for each other", redundant_table(localization))
-    roles = " Grey: the heads of one role." if heads else ""
-    yield _section("Accuracy without them" if heads else "Accuracy", drawn["ablation"], roles=roles)
+    if heads:  # else all is said by the accuracy at the top
+        yield _section("Accuracy without them", drawn["ablation"])
     if localization.verdicts:
         verdicts = verdicts_table(localization.verdicts)
         asked = any(verdict.smallest for verdict in localization.verdicts)
@@ -142,8 +144,7 @@ def _sections(localization: Localization) -> Iterator[Section]:
     effects = [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
     yield _section("Effects of single heads", effects, estimates=_estimates(localization))
     if localization.evidence.interchanges is not None:
-        table = interchange_table(localization.evidence.interchanges, localization.thresholds.alpha)
-        yield _section("Interchange interventions", table)
+        yield _section("Interchange interventions", interchange_table(localization))
     if attention is not None:
         yield _section("Attention on the test example", attention)
     prompt = localization.prompts[0]
@@ -237,30 +238,21 @@ def unnamed_table(localization: Localization) -> Html:
     return Html(f"{shown}<details><summary>{len(more)} more</summary>{_table(more, 'wrapped')}</details>")
 
 
-def interchange_table(interchanges: Table, alpha: float) -> Html:
+def interchange_table(localization: Localization) -> Html:
     """Returns the sets of heads and the single heads that carry most of the answer, each with a verdict."""
-    frame: Any = interchanges.frame.astype({"layer": object, "head": object})
-    measured = [frame[frame["metric"] == name].to_dict("records") for name in ("interchange", "corrupted_correct")]
-    runs: list[tuple[dict[str, Any], dict[str, Any]]] = list(zip(*measured, strict=True))
-    unpatched = next(taken["value"] for taken, _ in runs if taken["patched"] == NOTHING)
-    random = np.array([taken["value"] for taken, _ in runs if re.fullmatch(r"random \d+", taken["patched"])])
-    single = sorted((run for run in runs if run[0]["patched"] == HEAD), key=lambda run: -run[0]["value"])[:MAX_SINGLE]
-    sets = [run for run in runs if not re.fullmatch(rf"{NOTHING}|{HEAD}|random \d+", run[0]["patched"])]
+    verdicts: Any = localization.interchange_verdicts
+    single = verdicts[verdicts["patched"] == HEAD].nlargest(MAX_SINGLE, "value")
     rows = []
-    for taken, kept in [*sets, *single]:
-        name, value = taken["patched"], taken["value"]
-        holds, beside = taken["low"] > unpatched, f"unpatched {unpatched:.2f}"
-        if name == "named" and len(random):
-            p = float(1 + (random >= value).sum()) / (1 + len(random))
-            holds, beside = holds and p <= alpha, f"{len(random)} random sets {random.max():.2f} at most, p = {p:.2g}"
-        heads = describe([(taken["layer"], taken["head"])]) if name == HEAD else name
+    for row in pd.concat([verdicts[verdicts["patched"] != HEAD], single]).to_dict("records"):
+        name = {"named": "all named heads"}.get(row["patched"], row["patched"])
+        controls = f"{row['n_controls']:.0f} random sets {row['controls']:.2f} at most, p = {row['p']:.2g}"
         rows.append(
             {
-                "patched": "all named heads" if name == "named" else heads,
-                "carries the answer": "yes" if holds else "not shown",
-                "clean answer given": _formatted((value, taken["low"], taken["high"]), "interchange"),
-                "beside": beside,
-                "corrupted answer kept": f"{kept['value']:.2f}",
+                "patched": describe([(int(row["layer"]), int(row["head"]))]) if name == HEAD else name,
+                "carries the answer": "yes" if row["carries"] else "not shown",
+                "clean answer given": _formatted((row["value"], row["low"], row["high"]), "interchange"),
+                "beside": controls if row["n_controls"] else f"unpatched {row['unpatched']:.2f}",
+                "corrupted answer kept": f"{row['kept']:.2f}",
             }
         )
     return _table(rows, "wrapped")
@@ -312,7 +304,7 @@ def named_heads(localization: Localization) -> Html:
         for head in heads
     ]
     if not rows:
-        return Html("<p>No head passes every test.</p>")
+        return Html("")
     meaning = "; ".join(
         Markup("<b>{}</b> {}").format(role, localization.task.roles[role])
         for role, heads in localization.heads_by_role.items()

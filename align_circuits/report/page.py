@@ -18,7 +18,6 @@ from align_circuits.prompts.token_html import Html, rendered
 from align_circuits.report.attention_view import AttentionView, circuitsvis_script
 from align_circuits.report.definitions import Definitions
 from align_circuits.tables.tables import Provenance, Table
-from align_circuits.tasks.task import TOKEN_ROLES
 
 Content = go.Figure | Table | AttentionView | str
 """The content of a section; a string is HTML."""
@@ -101,7 +100,7 @@ def _known(provenance: Provenance) -> dict[str, str]:
     seed = provenance.settings.get("seed", task.get("seed"))
     return {
         "model": str(model.get("name", "")) + sizes.format(**model),
-        "task": str(task.get("name", "")),
+        "task": "" if task.get("name") == "tokens" else str(task.get("name", "")),
         "seed": "" if seed is None else str(seed),
     }
 
@@ -114,10 +113,10 @@ def _is_translation(provenance: Provenance) -> bool:
 
 def legend_of(prompts: Prompts) -> str:
     """Returns what the numbers and frames mean in a drawing of a prompt (`Prompts.to_html`)."""
-    if {"lookup", "align_query"} & prompts.relations.keys():
+    if prompts.is_aligned:
         return "A phrase (framed), its symbol (framed) and its earlier translations share one number."
-    own = [name for name in prompts.relations if name not in TOKEN_ROLES]
-    return f"The relation {own[-1]}: a query (framed) and its keys share one number." if own else ""
+    name = prompts.drawn_relation
+    return f"The relation {name}: a query (framed) and its keys share one number." if name else ""
 
 
 @cache

@@ -28,8 +28,8 @@ def warnings_of(frame: Any) -> Iterator[str]:
             )
         if GAP in runs and not is_apart(runs[GAP]):
             yield (
-                f"{metric} on clean and on corrupted prompts differs by {_shown(runs[GAP])}, which may be 0: the "
-                "corruption does not change the answer, and there are no normalised effects"
+                f"{metric} on clean and on corrupted prompts differs by {_shown(runs[GAP])}, which may be 0: these "
+                "prompts do not show that the corruption changes it, so its effects are not normalised"
             )
 
 

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from align_circuits.checks import checked, described
 from align_circuits.jobs.files import is_path, replacing
 from align_circuits.jobs.folders import finish_moves, replacing_in
-from align_circuits.tables import baselines
+from align_circuits.tables import baselines, calls
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.ranking import best_end
 
@@ -102,6 +102,9 @@ class Table:
     baselines: "Table | None" = None
     """Of effects: the metrics without any edit, keyed by `run`, `metric`, and `kind` if the effects are. Runs are
     `"clean"`, `"corrupted"`, their paired difference `"clean - corrupted"`, and `"chance"`, what a guess would get."""
+    call: calls.Call | None = None
+    """The call that made it, which `align-circuits rerun` repeats once the table is saved; None of what was computed
+    from tables, and of tables that were read."""
 
     def __post_init__(self):
         if missing := [column for column in VALUES if column not in self.frame.columns]:
@@ -361,7 +364,7 @@ class Table:
         """Returns the difference, row paired with row by the key columns.
 
         Where both tables kept their prompts, and they are the same prompts, the interval is that of the paired
-        difference; else there is no honest interval, and low and high are NaN.
+        difference; else there is no honest interval, and low and high are NaN. A difference has no baselines.
 
         Raises:
             ValueError: Tables of other rows, or of patches in different directions.
@@ -402,7 +405,8 @@ class Table:
         """Returns the rows of several tables as one table.
 
         A key that only some of the tables have is missing (`<NA>`) in the rows of the others. Per-prompt values stay
-        where all tables kept them and measured the same prompts.
+        where all tables kept them and measured the same prompts. Baselines are left out: those of one table need not
+        be those of another.
 
         Args:
             tables: The tables; or tables by name, which then stands in the column `key`.
@@ -480,6 +484,8 @@ class Table:
     def save(self, folder: str | Path, *, compress: bool = False, per_prompt: bool = True) -> None:
         """Writes the table, `provenance.json`, and `values.safetensors` if the table has per-prompt values.
 
+        The arguments of the call that made it are kept in the folder `call`, prompts too, for `align-circuits rerun`.
+
         Args:
             folder: Where to; made if it does not exist. An earlier table there is replaced as a whole.
             compress: Whether to write `table.csv.xz` instead of `table.csv`.
@@ -489,7 +495,7 @@ class Table:
         Raises:
             ValueError: The folder cannot be written.
         """
-        going = (*FILES, PER_PROMPT, BASELINES)
+        going = (*FILES, PER_PROMPT, BASELINES, calls.FOLDER)
         with replacing_in(folder, going=going) as new:  # of an earlier save: one table to a folder
             name, compression = (FILES[1], "xz") if compress else (FILES[0], None)
             self.frame.to_csv(new / name, index=False, compression=compression)
@@ -499,6 +505,8 @@ class Table:
             (new / "provenance.json").write_text(self.provenance.to_json(), encoding="utf-8")
             if self.baselines is not None:
                 self.baselines.save(new / BASELINES, compress=compress, per_prompt=per_prompt)
+            if self.call is not None:
+                self.call.save(new / calls.FOLDER)
 
     @classmethod
     @checked

@@ -292,9 +292,12 @@ def tune(
 
     Raises:
         KeyError: Heads clamped by a relation that the prompts do not have.
-        ValueError: The method does not fit the task, or the model cannot be tuned: no TransformerLens bridge, hooks
-            attached, an adapter already there, no such layer, matrix or head, no tokenizer, clamps on a model that the
-            fast engine does not run; or `out` holds another run, or one of other code.
+        ValueError: The method does not fit the task, a task for `"ica"` has no examples, or prompts are too few. The
+            model cannot be tuned: no TransformerLens bridge, hooks attached, an adapter already there or tuned before
+            in this process, quantized or on several devices, no tokenizer. The settings do not fit the model: no such
+            layer, matrix or head, some parts of a fused matrix without the others, a rank above the sizes of the
+            matrices, clamps where the fast engine does not run it, `four_bit` without linear layers of PyTorch's; or
+            more memory than there is. `out` cannot be written, or holds another run or one of other code.
         ImportError: `four_bit` without bitsandbytes.
         FloatingPointError: A loss or gradient that is not finite.
     """

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from legs import slow_but
@@ -14,10 +15,11 @@ from measured import table_of
 from plotly.offline import get_plotlyjs
 
 import align_circuits as ac
-from align_circuits.cli import main
+from align_circuits.cli import effects, main
 from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
 from align_circuits.cli.verb import PromptVerb
 from align_circuits.report.page import MAX_BYTES, packed
+from align_circuits.tables.calls import Call
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.tuning import TuneConfig
 
@@ -181,14 +183,49 @@ def test_all_verbs_that_measure_have_the_same_defaults():
         assert len({repr(getattr(verb, name)) for verb in verbs.values()}) == 1, name
 
 
-def test_rerun_refuses_a_folder_without_a_run_and_what_was_saved_from_python(tmp_path, capsys):
+def test_rerun_repeats_what_was_saved_from_python(tmp_path, capsys, tiny):
+    """Prompts, pairs, edits and options are kept; of a table that was cut the rows that were left are compared."""
+    model, options = ac.load(tiny), ac.RunOptions(batch_size=2, cache_dir=tmp_path / "parts")
+    texts, others = ["ab:a", "cd:c", "ef:e"], ["ba:a", "dc:c", "fe:e"]
+    clean, corrupted = ac.Prompts.from_pairs(
+        texts, others, model.tokenizer, answer=["b", "d", "f"], wrong=["x", "y", "z"]
+    )
+    patched = ac.patch_heads(
+        model, ac.Pair(clean, corrupted, metric="logit_diff"), heads=[(0, 1), (1, 0)], options=options
+    )
+    ablated = ac.evaluate(model, clean, edits=[ac.Ablate([(0, 0)], how="zero")])
+    for name, table in {"whole": patched, "cut": patched.where(layer=1), "edited": ablated}.items():
+        table.save(tmp_path / name)
+        capsys.readouterr()
+        assert main(["rerun", str(tmp_path / name)]) == 0
+        assert f"same: all {len(table)} numbers" in capsys.readouterr().out, name
+    next(model.parameters()).data.mul_(2)  # another model under the same name
+    ac.patch_heads(model, ac.Pair(clean, corrupted), heads=[(0, 1)]).save(tmp_path / "whole")
+    assert main(["rerun", str(tmp_path / "whole"), "--overwrite"]) == 0
+    printed = capsys.readouterr().out
+    assert "differs: " in printed and "changed since then: weights" in printed
+
+
+def test_rerun_refuses_what_it_cannot_repeat_and_says_why(tmp_path, capsys):
     assert main(["rerun", str(tmp_path)]) == 2
     assert "no table in" in capsys.readouterr().err
-    prompts = ac.RepeatedTokensTask(length=4).sample(3, 20)
-    ac.evaluate(ac.planted_circuit(ac.Seq2SeqTask(x_len=3, n_examples=2)), prompts).save(tmp_path)
+    task = ac.Seq2SeqTask(x_len=3, n_examples=2)
+    planted = ac.planted_circuit(task)
+    pair = ac.Pair(*task.pairs(task.sample(3, planted.tokenizer), 0), metric=lambda logits, _: logits[:, 0])
+    table = ac.evaluate(planted, pair.clean)
+    for saved, message in (
+        (table, "cannot be loaded by its name"),
+        (table - table, "or from Python, without the settings to repeat it"),
+        (ac.patch_heads(planted, pair, heads=[(0, 0)]), "since pair.metric is of type function, which no file keeps"),
+        (replace(table, call=Call("load", {})), "'load' is no function of align_circuits that runs a model"),
+    ):
+        saved.save(tmp_path)
+        assert main(["rerun", str(tmp_path)]) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "rerun").exists()
+    (tmp_path / "call" / "call.json").write_text('{"function": "evaluate", "arguments": {"a": {"class": "Nonesuch"}}}')
     assert main(["rerun", str(tmp_path)]) == 2
-    assert "or from Python, without the settings to repeat it" in capsys.readouterr().err
-    assert not (tmp_path / "rerun").exists()
+    assert "holds no call that Table.save wrote" in capsys.readouterr().err
 
 
 def test_scores_without_examples_have_no_lookup(tmp_path, capsys):
@@ -402,11 +439,25 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     assert "not named, and the tests that failed" in printed and re.search(
         r"accuracy: clean 0\.\d\d .*corrupted", printed
     )
+    capsys.readouterr()
     assert main(["evaluate", *common, "--n", "4", "--out", str(tmp_path / "evaluate")]) == 0
+    evaluated = Table.load(tmp_path / "evaluate").where(kind="all", offset=None).frame["metric"].tolist()
+    assert evaluated == ["accuracy", "log_prob", "logit_diff"], "with wrong answers in the file"
+    assert "[evaluate, 3 rows]" in capsys.readouterr().out, "no row twice, though the first token is all"
     pairs_file.write_text(pairs_file.read_text().replace("kAm", "jAm"))
     capsys.readouterr()
     assert main(["rerun", str(tmp_path / "patch")]) == 2
     assert "the prompts have changed since the first run" in capsys.readouterr().err
+
+
+def test_larger_effects_in_the_other_direction_are_named():
+    """But not those whose interval holds 0, and none that is smaller than the last of those that matter most."""
+    values = [(5.0, 4), (4.0, 3), (3.0, 2), (2.0, 1), (1.0, 0.5), (-2.5, -3), (-9.0, 1), (-0.5, -0.6)]
+    rows = [{"level": "head", "layer": 0, "head": head, "metric": "a"} for head in range(len(values))]
+    frame = pd.DataFrame(rows).assign(n=4, **dict(zip(("value", "low"), zip(*values, strict=True), strict=True)))
+    frame["high"] = 2 * frame["value"] - frame["low"]
+    best, against = effects.best_of(Table(frame, Provenance("patch")), "a").split(". In the other direction: ")
+    assert re.findall("H.", best) == ["H0", "H1", "H2", "H3", "H4"] and against == "L0H5 -2.50 [-3.00, -2.00]"
 
 
 def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):

@@ -92,6 +92,12 @@ def test_what_stands_out():
         "no effect of 0.01 nats with an interval above 0",
     )
     assert heads[3].why == "b: score 0.40, below 0.50" and heads[0].size == "+1.00 nats, 0.25 of clean - corrupted"
+    # A difference that is not well known widens the interval of the share alone: the effect is there all the same.
+    unsure = ac.Table.from_prompts(runs, 4 + 100 * noise[None], np.ones((1, 4)), table.provenance, bounded=False)
+    spread = ac.Table.from_prompts(keys, values + 19 * noise, np.ones(values.shape), table.provenance, bounded=False)
+    spread = ac.Table(spread.frame, spread.provenance, spread.values, spread.weights, unsure)
+    share: Any = spread.normalized().frame.iloc[1]
+    assert share["low"] < 0 < share["high"] and [each.head[1] for each in found(spread) if each.large] == [0, 1]
     nothing = ac.Table.from_prompts(runs, 500 * noise[None], np.ones((1, 4)), table.provenance, bounded=False)
     same = found(ac.Table(table.frame, table.provenance, table.values, table.weights, nothing))
     assert not any(each.large for each in same), "where clean and corrupted prompts may be alike, no effect is large"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import align_circuits as ac
+from align_circuits.heads.interchange_interventions import interchange_verdicts
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.pairs import Pair
 
@@ -107,17 +108,22 @@ def test_a_planted_circuit_brings_the_answer_along(planted, direction):
     for head, role in model.roles.items():
         by_role.setdefault(str(role), []).append(head)
     others = [head for head in model.kinds if model.roles.get(head) not in ("align_query", "lookup")]
-    sets = {"aligners": by_role["align_query"], "lookup": by_role["lookup"], "random": others[:2]}
+    sets = {"aligners": by_role["align_query"], "lookup": by_role["lookup"], "random 0": others[:2]}
+    sets["named"] = by_role["align_query"]
     pair = Pair(clean, corrupted, direction=direction)
     table = ac.interchange_accuracy(model, pair, heads=[*by_role["align_query"], *others], sets=sets)
     found = values_of(table)
-    for name, expected in {"aligners": 1.0, "lookup": 1.0, "random": 0.0, "nothing": 0.0}.items():
+    for name, expected in {"aligners": 1.0, "lookup": 1.0, "random 0": 0.0, "nothing": 0.0}.items():
         assert found[None, None, name, "interchange"] == expected, name
         assert found[None, None, name, "corrupted_correct"] == 1 - expected, name
     for layer, head in others:
         assert found[layer, head, "head", "interchange"] == 0
     if len(by_role["align_query"]) == 1:
         assert found[*by_role["align_query"][0], "head", "interchange"] == 1
+    for alpha, named in ((0.5, True), (0.49, False)):  # beside one random set p is 1/2
+        verdicts: Any = interchange_verdicts(table, alpha)[lambda rows: rows["patched"] != "head"].set_index("patched")
+        assert verdicts["carries"].to_dict() == {"aligners": True, "lookup": True, "named": named}
+        assert verdicts.loc["named", ["n_controls", "controls", "p", "kept"]].tolist() == [1, 0, 0.5, 0]
     normalized: Any = table.normalized().frame  # 1 is the clean answer, whichever run is patched
     brought = normalized.set_index(["patched", "metric"])["value"].to_dict()
     assert brought["aligners", "interchange"] == float(direction == "denoise") == 1 - brought["nothing", "interchange"]

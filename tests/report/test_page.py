@@ -117,7 +117,7 @@ def test_a_report_without_any_named_head_says_so(tmp_path, localization):
     )
     assert attention_of(none) is None
     text = save_localization(none, tmp_path).read_text(encoding="utf-8")
-    assert "<p>No head passes every test.</p>" in text and "Nearest: L1H3" in text
+    assert "No head passes every test" in text and "Nearest: L1H3" in text and "Accuracy without them" not in text
     assert "smallest sets" not in text, "they were not asked for"
     assert report.packed(report.circuitsvis_script()) not in text
 

@@ -178,7 +178,7 @@ def test_top_heads_of_effects_are_those_that_matter_most(effects):
     dots = plots.top_heads(ablated, ["log_prob"], n=2).data[0]
     assert (dots.y[-1], dots.x[-1]) == ("L1H0", -3)
     assert plots.top_heads(ablated, ["log_prob"]).layout.xaxis.range is None
-    assert plots.top_heads(first.where(layer=0), ["log_prob"]).layout.xaxis.range is not None
+    assert plots.top_heads(first.where(layer=0), ["log_prob"]).layout.xaxis.range is None
     edges = pd.DataFrame({"level": "edge", "sender": ["L0H1", "input"], "receiver": "logits", "metric": "a"})
     table = Table(edges.assign(value=[1.0, 2.0], low=0.0, high=2.0, n=1), Provenance("patch_edges"))
     assert plots.top_heads(table, ["a"]).data[0].y == ("L0H1 to logits", "input to logits")

@@ -1,7 +1,7 @@
 """Figures of heads: maps over layers and heads, and the best heads of each metric."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import plotly.graph_objects as go
@@ -13,6 +13,7 @@ from align_circuits.report.plots.style import (
     COLOURS,
     NOTED,
     SHARES,
+    UNITS,
     cells,
     coloured,
     interval_grids,
@@ -108,7 +109,13 @@ def head_maps(
 
 
 @checked
-def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "") -> go.Figure:
+def top_heads(
+    table: Table,
+    metrics: Sequence[str],
+    n: int = 5,
+    title: str = "",
+    by: Literal["highest", "lowest", "absolute"] | None = None,
+) -> go.Figure:
     """Returns the best heads of each metric with their 95% intervals, one panel per metric, as `Table.top` ranks them.
 
     Args:
@@ -116,10 +123,11 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
         metrics: Which to draw, in order.
         n: How many heads of each.
         title: Above the panels.
+        by: What comes first, as for `Table.top`.
     """
     figure, places = panel_grid(metrics, 0.28, horizontal_spacing=0.09)
     for index, (metric, place) in enumerate(zip(metrics, places, strict=True)):
-        best = table.top(metric, n).frame[::-1]
+        best = table.top(metric, n, by=by).frame[::-1]
         dots = points(
             best,
             along="x",
@@ -131,7 +139,7 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
         figure.add_trace(dots, **place)
     drawn: Any = figure.data
     values = np.concatenate([np.asarray(trace.x, dtype=float) for trace in drawn])
-    if ((values >= 0) & (values <= 1)).all():  # scores; effects in nats have a scale of their own
+    if ((values >= 0) & (values <= 1)).all() and not UNITS.keys() & {*metrics}:  # nats have a scale of their own
         figure.update_xaxes(range=SHARES, dtick=0.25)
     figure.update_yaxes(type="category")
     return styled(figure, title, height=(110 + 26 * n) * places[-1]["row"] + 40)

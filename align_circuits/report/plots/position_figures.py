@@ -11,11 +11,8 @@ from plotly.subplots import make_subplots
 from align_circuits.checks import checked
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import readable
-from align_circuits.report.plots.style import BLANK, cells, coloured, interval_grids, plain, plain_list, styled
+from align_circuits.report.plots.style import BLANK, UNITS, cells, coloured, interval_grids, plain, plain_list, styled
 from align_circuits.tables.tables import Table
-
-UNITS = {"log_prob": "nats", "kl": "nats", "logit": "logits", "logit_diff": "logits"}
-"""The unit of each metric that has one."""
 
 WITHOUT_LAYER = "-"
 """The row of a site outside the layers."""
