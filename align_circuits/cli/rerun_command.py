@@ -70,7 +70,7 @@ class Rerun(Verb):
         """The table that the same call of a public function returns now."""
         classes = {name: part for name in ac.__all__ if isinstance(part := getattr(ac, name), type)}
         call, made = Call.load(self.run / FOLDER, classes), before.provenance.model
-        function = getattr(ac, call.function, None) if call.function in ac.__all__ else None
+        function: Any = getattr(ac, call.function, None) if call.function in ac.__all__ else None
         if not hasattr(function, "runs_a_model"):
             raise ValueError(f"{call.function!r} is no function of align_circuits that runs a model: call it in Python")
         dtype = getattr(torch, made["dtype"])
@@ -108,7 +108,7 @@ def _with_rows_of(before: Table, after: Table) -> Table:
     if before.keys != after.keys:
         return after
     places = after.frame[after.keys].assign(_place=np.arange(len(after)))
-    chosen = before.frame[before.keys].merge(places, how="left", on=before.keys)["_place"]
+    chosen: Any = before.frame[before.keys].merge(places, how="left", on=before.keys)["_place"]
     if chosen.isna().any() or len(chosen) != len(before):
         return after
     return replace(after, frame=after.frame.iloc[chosen.astype(int)].reset_index(drop=True), values=None, weights=None)
