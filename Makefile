@@ -52,7 +52,7 @@ test: $(READY)
 	$(BIN)/python $(PYTEST)
 
 test-slow: $(READY)
-	$(BIN)/python $(PYTEST) -m slow
+	$(if $(TURN),PART=$(TURN)/4) $(BIN)/python $(PYTEST) -m slow
 
 test-tl3: $(READY3)
 	$(VENV3)/bin/python -m pytest -m "" tests/test_hooked_transformer.py tests/test_other_tools.py
@@ -103,8 +103,21 @@ soak: $(READY)
 	$(BIN)/python tests/soak/interrupts.py --tries 180
 
 # The pages of `docs` execute every demo, with SmolLM2 where they use it. Legs of one process run two at a time. At the end
-# it prints how long each leg took, and the slowest tests. No leg is left to a later landing, so that `check-all` is the same.
-ALONE   := test-real types test-tl3 test-neighbours test-four-bit $(PYTHONS) wheel lint audit
+# it prints how long each leg took, and the slowest tests. CI gives a TURN: a quarter of the slow tests, and the documentation
+# (turns 0 and 2), SmolLM2 and the other Pythons (1) or the other packages (3). Without one, as in `check-all`, all legs run.
+TURN     :=
+TURNS    := 0 1 2 3
+LEGS_1   := test-real $(PYTHONS)
+LEGS_3   := test-tl3 test-neighbours test-four-bit
+NEEDED_0 := $(READYREAL)
+NEEDED_1 := $(READYREAL)
+NEEDED_2 := $(READYREAL)
+NEEDED_3 := $(READY3) $(READYNEXT) $(READY4)
+$(if $(filter-out $(TURNS),$(TURN)),$(error TURN=$(TURN): give one of $(TURNS)))
+# $(call of_turn,NAME): what NAME_K lists for this turn, or for all of them.
+of_turn  = $(sort $(foreach turn,$(or $(TURN),$(TURNS)),$($(1)_$(turn))))
+
+ALONE   := $(call of_turn,LEGS) types wheel lint audit
 CHECKED := runs/check
 LEG      = $(MAKE) --no-print-directory
 
@@ -114,14 +127,15 @@ check:
 	$(LEG) leg-environments
 	$(BIN)/python tests/rooms.py
 	$(LEG) -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) $(ALONE:%=leg-%)
-	$(LEG) leg-docs
+	$(if $(filter 1 3,$(TURN)),,$(LEG) leg-docs)
 	$(LEG) leg-test
 	$(LEG) leg-test-slow
 	$(BIN)/python tests/slowest.py $(CHECKED)
 
-check-all: check
+check-all:
+	$(LEG) check TURN=
 
-environments: $(READY) $(READY3) $(READYNEXT) $(READY4) $(READYREAL)
+environments: $(READY) $(call of_turn,NEEDED)
 
 leg-%:
 	@start=$$(date +%s); \

@@ -22,8 +22,8 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
-QUICK = "mixed or crosses or test_load or scores or (ablations and mean) or (edits and auto) or training or measures"
-"""A few seconds: what raises, loading, both engines on one device and on two, edits, the training loop."""
+QUICK = "mixed or crosses or test_load or (scores and fast) or (edits and auto and patch)"
+"""A few seconds: what raises, loading, scores on one device and on two, an edit."""
 REST = pytest.param(f"not ({QUICK})", marks=pytest.mark.slow)
 
 

@@ -129,6 +129,7 @@ def test_the_check_tells_a_forecast_from_chance():
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.slow
 def test_a_beginning_is_three_probes_long_and_a_run_may_not_emerge():
     steps = pd.Index(range(0, 60, 10), name="step")
     early, never = (

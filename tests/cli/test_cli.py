@@ -82,6 +82,7 @@ def test_evaluate_writes_accuracies(tmp_path, capsys):
     assert set(Table.load(tmp_path).frame["metric"]) == {"accuracy", "prob", "logit"}
 
 
+@pytest.mark.slow
 def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_tokenizer, random_hf_model, capsys):
     """In the hub's format: grouped-query attention, bf16, the real vocabulary of 128k tokens."""
     random_hf_model("llama", vocab_size=len(llama_tokenizer)).bfloat16().save_pretrained(tmp_path / "llama")
@@ -292,6 +293,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
     assert "same: all " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_localize_reports_heads_that_stand_in_for_each_other(tmp_path):
     arguments = ["--n", "12", "--x-len", "3", "--n-examples", "2", "--n-controls", "0", "--redundant"]
     assert main(["localize", "--model", "planted", *arguments, "--out", str(tmp_path)]) == 0
@@ -371,7 +373,7 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
     assert "same: all " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", ["patch", "ablate"])
+@pytest.mark.parametrize("verb", slow_but(["patch"], ["patch", "ablate"]))
 def test_a_screen_marks_its_estimates(tmp_path, capsys, verb):
     assert main([verb, "--screen", ".25", *SMALL, "--out", str(tmp_path)]) == 0
     table = Table.load(tmp_path)
@@ -413,6 +415,7 @@ def pairs_file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     model = ac.load(tiny)
     clean, corrupted = ac.Prompts.from_jsonl(pairs_file, model.tokenizer)

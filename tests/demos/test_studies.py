@@ -82,6 +82,7 @@ def test_greater_than_by_hand(study, small):
         assert value == pytest.approx(patched(small, texts, corrupted, metrics, head, only_end=False), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_subject_verb_agreement_by_hand(study, small):
     names = study("subject_verb_agreement")
     texts, swapped = names["texts"], names["swapped"]
@@ -146,6 +147,7 @@ class PlainLlama:
 
 
 @pytest.mark.usefixtures("exact_arithmetic")
+@pytest.mark.slow
 def test_edges_of_the_indirect_object_in_plain_pytorch(study, random_hf_model, char_tokenizer):
     """EAP, EAP-IG, AtP* and exact patches of every edge, and how well the estimates rank them."""
     names, count, steps = study("indirect_object"), 4, 5

@@ -63,7 +63,9 @@ def keys_of(frame: Any, columns: list[str]) -> list[tuple]:
     return [tuple(None if pd.isna(key) else key for key in row) for row in frame[columns].itertuples(index=False)]
 
 
-@pytest.mark.parametrize(("name", "direction"), [("llama", "denoise"), ("gpt2", "noise")])
+@pytest.mark.parametrize(
+    ("name", "direction"), [("llama", "denoise"), pytest.param("gpt2", "noise", marks=pytest.mark.slow)]
+)
 def test_equals_a_loop_at_every_site(models, name, direction, clean, corrupted):
     model, everywhere = models[name], torch.ones_like(clean.mask)
     table = patch_heads(

@@ -177,6 +177,7 @@ class TestBesideLoops:
         np.testing.assert_allclose(found, exact, atol=0.02)  # 9,999 draws: four standard errors
         assert len(np.unique(found)) > 2 and found.min() >= 1 / (REDRAWS + 1)
 
+    @pytest.mark.slow
     def test_neither_batches_nor_company_nor_precision_change_them(
         self, model, prompts, random_hf_model, char_tokenizer
     ):

@@ -87,6 +87,7 @@ def test_without_heads_that_share_a_role_groups_are_the_named_heads():
     assert result.named_heads and "one for another" not in result.summary
 
 
+@pytest.mark.slow
 def test_aligners_have_no_group_where_a_fixed_distance_does_as_well():
     task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=4)
     result = ac.localize(planted_circuit(task, seed=0), task, 16, n_controls=0, redundant=True)

@@ -84,7 +84,8 @@ def test_keys_are_those_of_the_prompt_itself():
         assert at == [text.index(text[-1]) + 1]
 
 
-@pytest.mark.parametrize("style", slow_but(["marked"], ["marked", "standard"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["marked", "standard"])
 def test_a_liking_for_pairs_of_tokens_passes_as_often_as_chance(style):
     """Heads that attend by a random number for each pair of tokens, whether or not all queries are one token."""
     prompts = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, style=style).sample(12, bundled(), seed=0)

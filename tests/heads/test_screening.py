@@ -33,7 +33,9 @@ def by(frame: Any, keys: list[str], column: str = "value") -> dict[tuple, float]
     return frame.set_index(keys)[column].to_dict()
 
 
-@pytest.mark.parametrize(("name", "direction"), [("llama", "denoise"), ("gpt2", "noise")])
+@pytest.mark.parametrize(
+    ("name", "direction"), [("llama", "denoise"), pytest.param("gpt2", "noise", marks=pytest.mark.slow)]
+)
 def test_some_rows_are_those_of_the_full_sweep_and_the_others_those_of_attribution(
     models, clean, corrupted, name, direction
 ):

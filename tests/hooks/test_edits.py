@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from legs import product
+from legs import product, slow_but
 from refusals import refused
 from torch import Tensor
 
@@ -298,9 +298,8 @@ class TestParts:
         edit = ac.Steer(**place(site), vector=vector, neurons=neurons, positions=POSITIONS)
         assert_edit_is(model, PADDED, edit, by_hand(model, PADDED, site, new, POSITIONS))
 
-    @pytest.mark.parametrize("k", [None, 1, 3])
-    @pytest.mark.parametrize("site", ["attn_out", "mlp_post", "resid_mid", "z"])
     @pytest.mark.parametrize("name", ["llama", "gpt2"])
+    @pytest.mark.parametrize(("site", "k"), product(["attn_out", "mlp_post", "resid_mid", "z"], [None, 1, 3]))
     def test_directions(self, models, name, site, k):
         """The part within the span comes from the other run, the rest stays."""
         model, other, size = models(name), random_prompts((9, 6, 10), seed=7), size_of(models(name), site)
@@ -507,7 +506,9 @@ class TestEngines:
             assert_equal(fast[0], reference[0])
             assert logits_of(model, PADDED, edits=edits)[1] == "fast", "auto"
 
-    @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"])
+    @pytest.mark.parametrize(
+        "name", slow_but(["llama", "gpt2"], ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"])
+    )
     def test_edits_in_the_attention_function_equal_the_hooks(self, models, name):
         model, other = models(name), random_prompts((9, 6, 10), seed=7)
         whole: dict[str, Any] = {"heads": [(0, 0), (0, 1), (1, 2), (1, 3)]}

@@ -103,6 +103,7 @@ def assert_ended_alike(folder, other):
     assert {path.name for path in (folder / "run").iterdir()} == {"log.csv", ".lock", "checkpoint.safetensors"}
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_goes_on_from_the_last_checkpoint(tmp_path, uninterrupted):
     generator = np.random.default_rng()
     for _ in range(3):

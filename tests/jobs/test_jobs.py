@@ -368,6 +368,7 @@ def test_a_job_that_its_executor_loses_fails_alone(code, tmp_path):
     assert str(results.failures[0]) == "square(x=2, seed=0): its executor lost it: ConnectionError: no worker"
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_long_fails_alone(code, tmp_path):
     executor = ProcessExecutor(1, seconds=2.0)
     executor.submit(abs, 1).exception()  # the process starts, which takes longer

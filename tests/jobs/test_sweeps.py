@@ -56,7 +56,7 @@ VERBS: dict[str, Verb] = {
 }
 
 
-every_verb = pytest.mark.parametrize("name", slow_but(["patch_heads", "attribute_edges", "faithfulness"], VERBS))
+every_verb = pytest.mark.parametrize("name", slow_but(["patch_heads", "faithfulness"], VERBS))
 
 
 @pytest.fixture
@@ -133,6 +133,7 @@ def test_the_numbers_of_a_finished_sweep_are_read(model, pair, name, tmp_path):
     assert np.allclose(again["value"], first["value"] + 1)
 
 
+@pytest.mark.slow
 def test_another_sweep_is_not_read(model, pair, tmp_path):
     options = ac.RunOptions(cache_dir=tmp_path)
     ac.attribute_edges(model, pair, options=options)

@@ -27,8 +27,11 @@ def circuit():
     return model, Pair(*exchanged(TASK.sample(2, model.tokenizer, seed=0)))
 
 
-# Edges are patched and pruned in tests/circuits, and pruning is tested below.
-@pytest.mark.parametrize("name", slow_but({*EDGE_METHODS} - {"path patching", "ACDC"}, EDGE_METHODS))
+SLOW = {"path patching", "ACDC", "edge patching", "EAP-IG, activations"}
+"""Each has a near relative here or in tests/circuits, which patches and prunes edges."""
+
+
+@pytest.mark.parametrize("name", slow_but({*EDGE_METHODS} - SLOW, EDGE_METHODS))
 def test_a_method_finds_the_edges_of_a_plain_circuit(circuit, name):
     model, pair = circuit
     frame = edge_localizer(name)(model, pair).frame

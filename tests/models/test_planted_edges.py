@@ -56,6 +56,7 @@ def test_known_edges_matter_and_others_do_not(phrase_len):
     assert min(changes(model, pair, places, zero=True).values()) > 1e-4
 
 
+@pytest.mark.slow
 def test_split_roles_share_the_work_and_decoys_have_no_known_edge():
     """Circuits with all that can be left out: a head that repairs, and one that says which letters occur."""
     shape: Any = {"n_ctx": 96, "n_layers": 5, "n_heads": 6}

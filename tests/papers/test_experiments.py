@@ -65,8 +65,8 @@ def power_holds(table: Table, checks: list[Check]) -> None:
 SURE = {"localize/ground-truth": ground_truth_holds, "localize/power": power_holds}
 """What is known of an experiment even at this scale."""
 
-QUICK = ("icatune/fig7", "recall/fig14", "abrupt/depth", "wild/induction")
-"""One of each paper and one that validates this package, of those that take least."""
+QUICK = ("icatune/fig7", "recall/fig14", "abrupt/depth")
+"""One of each paper, of those that take least."""
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, EXPERIMENTS))

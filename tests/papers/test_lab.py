@@ -144,6 +144,7 @@ def another(**given: Any) -> list[dict[str, Any]]:
     return measure(**given)
 
 
+@pytest.mark.slow
 def test_what_a_study_keeps_is_named_by_all_that_it_rests_on(random_hf_model, char_tokenizer, tmp_path):
     """Of a model also its settings and single weights, which its name and its provenance do not tell."""
 

@@ -192,6 +192,7 @@ def test_a_press_on_a_heading_sorts_a_table_with_missing_values_last(written, tm
     ]
 
 
+@pytest.mark.slow
 def test_a_report_passes_axe(page, tmp_path):
     if find_spec("axe_core_python") is None:
         assert not os.environ.get("CI"), "CI needs axe-core: pip install axe-core-python"

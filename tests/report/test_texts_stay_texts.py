@@ -13,6 +13,7 @@ import browser
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import pytest
 
 import align_circuits as ac
 from align_circuits.heads.localization import TaskFacts
@@ -174,6 +175,7 @@ def test_control_characters_are_escaped_in_pages_and_figures():
         assert escaped in rendered("prompts/tokens.html", lines=[[]], caption=text)
 
 
+@pytest.mark.slow
 def test_no_text_becomes_more_than_text(tmp_path):
     task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4)
     model = ac.planted_circuit(task, seed=0)

@@ -1,5 +1,6 @@
 """Every metric in every verb beside runs that hooks change by hand, on padded prompts too."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,15 @@ def gap_to_three(logits: Tensor, targets: pd.DataFrame) -> Tensor:
 
 METRICS: list[Metric] = ["logit_diff", "prob", "log_prob", "logit", "kl", "accuracy", gap_to_three]
 named = pytest.mark.parametrize(("metric", "halves"), product(METRICS, LENGTHS), indirect=["halves"])
+QUICK = [("log_prob", "even"), ("prob", "padded"), ("accuracy", "padded")]
+few_named = pytest.mark.parametrize(
+    ("metric", "halves"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(METRICS, LENGTHS)
+    ],
+    indirect=["halves"],
+)
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
 
 
@@ -187,7 +197,7 @@ def edges_of(model: Any) -> list[tuple[str, str]]:
     return [(graph.senders[j].name, graph.receivers[i].name) for i, j in graph.edges.nonzero().tolist()]
 
 
-@named
+@few_named
 def test_patched_edges_and_paths(model, halves, metric):
     pair, some = Pair(*halves, metric=metric, direction="noise"), edges_of(model)[::9]
     twin = Measured(model, pair)
@@ -233,7 +243,7 @@ def test_attributed_heads(model, halves, metric):
     assert max(map(abs, found.values())) > 1e-3
 
 
-@named
+@few_named
 def test_attributed_edges(model, halves, metric):
     if metric == "accuracy":
         with pytest.raises(ValueError, match="metric='accuracy' has no gradient: choose"):
@@ -252,7 +262,7 @@ def test_attributed_edges(model, halves, metric):
     assert max(abs(found[edge]) for edge in some) > 1e-3
 
 
-@named
+@few_named
 def test_faithfulness(model, halves, metric):
     """With all edges, with none, and with all but one."""
     pair, edges = Pair(*halves, metric=metric, direction="noise"), edges_of(model)

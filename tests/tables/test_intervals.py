@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legs import slow_but
 from refusals import refused
 from scipy.optimize import brentq
 from scipy.special import expit, logit
@@ -184,7 +185,7 @@ def test_no_proportion_has_a_longer_interval_than_one_that_covers_at_any_number_
         assert (ends[0] >= bounds[0] - 1e-9).all() and (ends[1] <= bounds[1] + 1e-9).all()
 
 
-@pytest.mark.parametrize("n", [8, 16, 32, 64])
+@pytest.mark.parametrize("n", slow_but([8, 32], [8, 16, 32, 64]))
 @pytest.mark.parametrize("few", [0.001, 0.01, 0.05, 0.2])
 @pytest.mark.parametrize("same", [0.0, 0.25, 0.5, 1.0])
 def test_values_that_are_the_same_in_all_prompts_but_few_are_covered(same, few, n):

@@ -38,7 +38,7 @@ def test_samples_keep_groups_side_by_side(group, seed, data):
     assert drawn == [int(tokens[0]) - 5 for tokens in OwnPrompts(prompts).sample(n, seed=seed).tokens]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(groups, st.integers(0, 99))
 def test_no_group_is_on_both_sides_of_a_split(group, seed):
     task = OwnPrompts(numbered(len(group), group), numbered(len(group)))

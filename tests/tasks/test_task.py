@@ -45,6 +45,7 @@ class Shifted(Doubled):
         return ("Nothing else is known.",)
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own_is_localized_by_its_roles():
     result = ac.localize(ac.load("toy-llama"), Shifted(), n=16, n_controls=1)
     assert set(result.heads_by_role) == {"induction"} and result.heads("induction")

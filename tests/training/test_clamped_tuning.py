@@ -142,6 +142,7 @@ def test_clamps_need_the_fast_engine(random_hf_model, char_tokenizer):
         tune(model, TASK, CONFIG, clamps=CLAMPS, progress=False)
 
 
+@pytest.mark.slow
 def test_a_run_with_other_clamps_is_another_run(llama, tmp_path):
     tune(llama, TASK, CONFIG, clamps=CLAMPS, out=tmp_path, progress=False)
     with pytest.raises(ValueError, match="edits"):

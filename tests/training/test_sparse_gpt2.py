@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from legs import slow_but
 
 import align_circuits as ac
 from align_circuits.models import loading
@@ -44,7 +43,8 @@ def test_it_is_above_the_history_ceiling_at_every_length_that_it_learned(sparse,
         assert table.loc["model", "low"] > table.loc["history", "value"]
 
 
-@pytest.mark.parametrize("seed", slow_but(FRESH[:1], FRESH))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", FRESH)
 def test_its_circuit_is_small_necessary_and_sufficient(sparse, seed):
     found = ac.localize(sparse, ac.Seq2SeqTask(x_len=SPARSE_GPT2.x_len[0]), seed=seed)
     roles = {role for role, heads in found.heads_by_role.items() if heads}

@@ -144,6 +144,7 @@ def trained(tmp_path_factory):
     return out, pretrain(RECIPES["smoke"], out=out, progress=False)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_log_tells_what_the_model_can_do(trained):
     _, run = trained
     assert run.log["loss"].iloc[-1] < np.log(64)

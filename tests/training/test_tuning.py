@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from legs import slow_but
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
@@ -69,7 +70,7 @@ def run(model, task: Any = TASK, config=QUICK, **more):
     return tune(model, task, config, progress=False, **more)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", slow_but(["llama", "qwen3"], ["llama", "qwen2", "qwen3", "mistral"]))
 def test_the_given_model_stays_as_it_was(name, random_hf_model, char_tokenizer):
     model = ac.load(random_hf_model(name), tokenizer=char_tokenizer)
     tokens = TASK.sample(2, char_tokenizer, seed=0).tokens
@@ -488,6 +489,7 @@ def test_held_out_prompts_are_never_learned_from(llama, char_tokenizer, at_each_
     assert len(few.probes[False]) == 1
 
 
+@pytest.mark.slow
 def test_a_run_on_own_prompts_goes_on_only_with_them(llama, char_tokenizer, tmp_path, at_each_loss, monkeypatch):
     prompts, steps = own_prompts(char_tokenizer, PADDED), []
     whole = run(llama, prompts, out=tmp_path / "whole")

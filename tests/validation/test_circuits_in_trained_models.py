@@ -57,6 +57,7 @@ def verdicts(table, word=""):
     return {check.verdict for check in TRAINED_ZOO.check(table) if word in check.claim}
 
 
+@pytest.mark.slow
 def test_claims_hold_where_all_is_as_claimed_and_fail_where_it_is_not():
     checks = list(TRAINED_ZOO.check(table_of()))
     assert {check.verdict for check in checks} == {"holds"} and len(checks) == 5 + len(METHODS) + 4

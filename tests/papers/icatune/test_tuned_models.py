@@ -193,6 +193,7 @@ def test_scales_for_the_paper_are_valid(experiment):
         ac.Seq2SeqTask(**arm.task)
 
 
+@pytest.mark.slow
 def test_figure_4_tells_success_from_failure(folder, tmp_path):
     experiment = EXPERIMENTS["icatune/fig4"]
     config = replace(experiment.scales["smoke"], arms=(ARM,), n=3)

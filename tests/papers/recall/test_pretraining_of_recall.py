@@ -170,6 +170,7 @@ def test_a_stage_of_another_world_does_not_go_on_from_this_one(tmp_path):
         train_stage(network(), other, out=tmp_path, progress=False)
 
 
+@pytest.mark.slow
 def test_facts_are_learned():
     """A world of four subjects: the attribute due is right at the end, and was not before."""
     world = RecallWorld(4, (4, 2), 3, None, relation_tokens=True)
