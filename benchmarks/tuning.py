@@ -91,9 +91,9 @@ def ours(vocab: int, steps: int) -> tuple[list[float], float, dict[str, Tensor]]
     model = ac.load(llama(vocab), tokenizer=char_tokenizer())
     before, times, real = peak(), [], tuning._loss
 
-    def timed(*given: Any) -> Tensor:
+    def timed(*given: Any, **options: Any) -> Tensor:
         times.append(time.process_time())
-        return real(*given)
+        return real(*given, **options)
 
     tuning._loss = timed
     config = ac.TuneConfig(steps=steps, lr=LR, r=R, alpha=ALPHA, dropout=0.0, probe_every=steps, probe_prompts=1)
@@ -196,9 +196,9 @@ def beside_a_loop(name: str, steps: int) -> None:
         spent.append(time.process_time() - start)
         return result
 
-    def step(*given: Any) -> Tensor:
+    def step(*given: Any, **options: Any) -> Tensor:
         losses.append(timed(lambda: next(loop), plain))
-        return real(*given)
+        return real(*given, **options)
 
     tuning._loss, Probe.measure = step, lambda *given: timed(lambda: probed(*given), probes)
     whole: list[float] = []
