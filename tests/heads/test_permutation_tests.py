@@ -489,5 +489,11 @@ def test_fixed_offset(char_tokenizer, prompts):
         most = Counter(back for row in rows for back in row).most_common(1)[0][1]
         assert fixed_offset(relation) == pytest.approx(most / len(rows))
     assert fixed_offset(prompts.relations["align_query"]) < 1 == fixed_offset(prompts.relations["previous"])
+    far = ac.Prompts.from_tokens([[*range(20)]] * 2)
+    assert fixed_offset(Relation.from_pairs([(0, 9, [2]), (1, 12, [5])], prompts=far)) == 1
     empty = prompts.relations["lookup"].select(torch.zeros(len(prompts.relations["lookup"]), dtype=torch.bool))
     assert fixed_offset(empty) == 0
+
+
+def test_prompts_too_short_to_compare_distances_have_no_previous_token(model):
+    assert (p_values(model, ac.Prompts.from_tokens([[1, 2, 3], [3, 1, 2]]), ["previous"])["previous"] == 1).all()

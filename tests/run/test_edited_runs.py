@@ -561,3 +561,7 @@ def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch
     made.clear()
     measured(sweeps[2])
     assert len(made) == 1, "nothing is kept longer"
+
+
+def test_no_hook_point_comes_after_all_layers():
+    assert replay.order_of([]) > replay.order_of([name_of("mlp_out", 999)])

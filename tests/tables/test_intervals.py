@@ -317,6 +317,13 @@ def test_prompts_of_very_different_weight_are_covered(n, of):
     assert 0.925 <= ((low <= truth) & (truth <= high)).mean() <= 0.975
 
 
+def test_each_row_of_a_ratio_is_as_alone():
+    rng = np.random.default_rng(5)
+    above, below, weights = rng.random((3, 9)), 1 + rng.random(9), 1.0 + np.arange(9)
+    alone = [np.concatenate(stats.ratio(above[[row]], below, weights)) for row in range(3)]
+    np.testing.assert_allclose(np.transpose(stats.ratio(above, below, weights)), alone)
+
+
 def test_a_paired_difference_is_tighter_than_its_sides():
     generator = np.random.default_rng(0)
     hard = generator.random((1, 50))
