@@ -268,7 +268,8 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 def measure(model: nn.Module, n: int, seed: int = 1) -> dict[str, float]:
     """Returns the metrics of the log: a few accuracies, and the scores and places of the best heads."""
-    bridge = wrapped_in_place(copy.deepcopy(model), char_tokenizer())
+    copied: Any = copy.deepcopy(model)
+    bridge = wrapped_in_place(copied, char_tokenizer())
     kinds: dict[str, tuple[int, Literal["standard", "pre-aligned"]]] = {
         "pre_aligned": (4, "pre-aligned"),
         "single": (1, "standard"),

@@ -168,7 +168,7 @@ class TestBesideLoops:
             return torch.cat([late, 0.4 * late[:1] + 0.6 * (back == min(query, 1))])
 
         *late, looks_back = p_values(attending(attention), prompts, ["previous"])["previous"][0]
-        assert min(late) > 0.05 and looks_back <= 0.05
+        assert min(late) > 0.05 >= looks_back == nulls.smallest_p_values(prompts, ["previous"])["previous"]
 
     @pytest.mark.parametrize("name", ["lookup", "induction"])
     def test_other_prompts(self, model, prompts, patterns, name):
@@ -497,3 +497,10 @@ def test_fixed_offset(char_tokenizer, prompts):
 
 def test_prompts_too_short_to_compare_distances_have_no_previous_token(model):
     assert (p_values(model, ac.Prompts.from_tokens([[1, 2, 3], [3, 1, 2]]), ["previous"])["previous"] == 1).all()
+
+
+@pytest.mark.parametrize(("keys", "fixed"), [(([2], [2]), True), (([2], [3]), False), (([2], [2, 3]), False)])
+def test_the_same_candidate_is_right_in_all_rows_or_not(keys, fixed):
+    prompts = ac.Prompts.from_tokens([[*range(9)]] * 2)
+    rows = [(prompt, 8, right) for prompt, right in enumerate(keys)]
+    assert nulls.fixed_rank(Relation.from_pairs(rows, prompts=prompts, candidates=[2, 3])) == fixed
