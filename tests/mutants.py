@@ -570,13 +570,16 @@ def names(entry, result):
 def show(arguments):
     entries = tomllib.loads((ROOT / "tests" / "mutants_equivalent.toml").read_text()).get("equivalent", [])
     results = read(OUT / f"seed-{arguments.seed}.jsonl").values()
-    living = [result for result in results if result["outcome"] in ("survived", "error")]
+    living = [result for result in results if result["outcome"] == "survived"]
+    errors = sum(result["outcome"] == "error" for result in results)
     told = [result for result in living if not any(names(entry, result) for entry in entries)]
     for result in told:
-        print(f"\n{result['key']} ({result['tests']} tests); {result['outcome']}\n- {result['old']}\n+ {result['new']}")
-    count = len(results) - (len(living) - len(told))
-    print(f"\n{len(results)} mutants: {len(results) - len(living)} died, {len(living)} survived, ", end="")
-    print(f"{len(living) - len(told)} of them equivalent; of the others {1 - len(told) / max(count, 1):.1%} died")
+        print(f"\n{result['key']} ({result['tests']} tests)\n- {result['old']}\n+ {result['new']}")
+    died = len(results) - len(living) - errors
+    print(f"\n{len(results)} mutants: {died} died, {len(living)} survived, {len(living) - len(told)} of them", end="")
+    print(f" equivalent; of the others {died / max(died + len(told), 1):.1%} died")
+    if errors:
+        print(f"{errors} were not judged, since pytest broke off: run them with --again")
 
 
 def main():
