@@ -496,7 +496,11 @@ def test_fixed_offset(char_tokenizer, prompts):
 
 
 def test_prompts_too_short_to_compare_distances_have_no_previous_token(model):
-    assert (p_values(model, ac.Prompts.from_tokens([[1, 2, 3], [3, 1, 2]]), ["previous"])["previous"] == 1).all()
+    """The queries are separators, which are no keys: two distances are left, of which the further one compares none."""
+    prompts = ac.Prompts.from_tokens([[1, 9, 2, 9], [3, 9, 4, 9]])
+    back = Relation.from_pairs([(0, 3, [2]), (1, 3, [2])], prompts=prompts)
+    prompts = prompts.with_relations(previous=replace(back, name="previous"))
+    assert (p_values(model, prompts, ["previous"])["previous"] == 1).all()
 
 
 @pytest.mark.parametrize(("keys", "fixed"), [(([2], [2]), True), (([2], [3]), False), (([2], [2, 3]), False)])

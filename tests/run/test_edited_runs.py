@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -565,3 +566,14 @@ def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch
 
 def test_no_hook_point_comes_after_all_layers():
     assert replay.order_of([]) > replay.order_of([name_of("mlp_out", 999)])
+
+
+def test_logits_of_few_edit_sets_at_a_time_are_the_same(models, monkeypatch):
+    model, prompts = models("llama", torch.float32), prompts_of(PLAIN, 0)
+
+    def effects() -> Any:
+        return ac.ablate_heads(model, prompts, "zero").frame["value"].to_numpy()
+
+    expected = effects()
+    monkeypatch.setattr(replay, "_LOGITS_AT_ONCE", 1)
+    np.testing.assert_allclose(effects(), expected, atol=1e-6)
