@@ -18,7 +18,7 @@ _CLASS = "class"
 """The key of an object of a class of this package, beside its fields."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Call:
     """A call of a public function."""
 
