@@ -139,6 +139,7 @@ CASES = [
     (lambda w: ac.score_heads(w.network, w.clean), "is a LlamaForCausalLM, not a model; load it with align_circuits.l"),
     (lambda w: ac.score_heads(w.model, w.clean, "lookup"), r"is the text 'lookup', not .*; give a list, \['lookup'\]"),
     (lambda w: ac.ablation_baseline(w.model, w.clean[:0]), "no prompts to average over"),
+    (lambda w: w.task.corrupt(w.task.sample(2, w.tokenizer)[:0]), "no prompts to corrupt"),
     (lambda w: ac.score_heads(w.model, [[1, 2]]), "prompts is a list of 1 .*, not Prompts; make them with a task"),
     (lambda w: ac.score_heads(w.model, torch.zeros(2, 3)), r"a Tensor of shape \(2, 3\) and .*float32, not Prompts"),
     (lambda w: ac.patch_heads(w.model, w.clean), r"pair is a Prompts, not Pair; make one with Pair\(clean, corrup"),

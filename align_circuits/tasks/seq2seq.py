@@ -76,6 +76,8 @@ class TranslationTask(Task):
         self, prompts: Prompts, kind: Corruption, seed: int, ood: bool, sample_automata: Callable[[Rng, int], Automata]
     ) -> Prompts:
         """What `corrupt` returns."""
+        if not len(prompts):
+            raise ValueError("no prompts to corrupt: give at least one")
         if prompts.task.get("config") != config_of(self):
             raise ValueError(
                 "these prompts were not sampled by this task: corrupt them with the task that sampled them"
@@ -228,9 +230,9 @@ class Seq2SeqTask(TranslationTask):
             seed: Which change.
 
         Raises:
-            ValueError: The prompts come from another task or are already corrupted, `kind` is unknown, there is only
-                one input (`"query"`, x_len = 1), there are no examples (`"labels"` and `"alignment"`), or no order
-                contradicts the alignment (`"alignment"`).
+            ValueError: There are no prompts, they come from another task or are already corrupted, `kind` is unknown,
+                there is only one input (`"query"`, x_len = 1), there are no examples (`"labels"` and `"alignment"`), or
+                no order contradicts the alignment (`"alignment"`).
         """
         return self._corrupted(prompts, kind, seed, self.ood, lambda rng, n: self._world(rng, n)[1])
 
