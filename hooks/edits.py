@@ -513,7 +513,8 @@ def groups_of(prompts: Prompts, by: MeansBy = "kind") -> Int[Tensor, "prompt pos
 class Ablate(_AtSite):
     """Removes the output of heads or layers.
 
-    - `"zero"`: it becomes 0.
+    - `"zero"`: it becomes 0; of attention scores (`hook_attn_scores`) those that are not masked, so that a head attends
+      equally to all that it may attend to.
     - `"mean"`: its mean over tokens of the same group in the reference prompts: of one kind, at one position, or at
       one named position (`groups_of`).
     - `"resample"`: its value at the same position of the next reference prompt: prompt i gets i + 1, the last the
@@ -531,7 +532,11 @@ class Ablate(_AtSite):
     def replacement(self, old: _Activation) -> Tensor:
         """The ablated activation."""
         if self.how == "zero":
-            return old.values.new_zeros(())
+            zero = old.values.new_zeros(())
+            if not old.name.endswith("hook_attn_scores"):
+                return zero
+            # Scores of later tokens and of padding are masked: 0 would let a head attend to them.
+            return old.values.where(old.values <= torch.finfo(old.values.dtype).min / 2, zero)
         if self.how not in ("mean", "resample"):
             raise ValueError(f"how={self.how!r}: choose 'zero', 'mean' or 'resample'")
         baseline = self.baseline or AblationBaseline()

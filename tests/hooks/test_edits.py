@@ -898,3 +898,21 @@ def test_rows_of_a_direction_may_be_rounded():
     fine, skewed = (torch.tensor([[1.0, 0, 0], [overlap, 1, 0]]) for overlap in (5e-5, 2e-4))
     ac.Ablate([(0, 0)], direction=fine, how="zero")
     refused("its rows are not orthonormal", ac.Ablate, [(0, 0)], direction=skewed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_of_zero_attend_equally_to_all_that_is_not_masked(models, name):
+    """Neither to later tokens nor to padding, so that a prompt has the logits that it has alone."""
+    model, (prompt, query) = models(name), map(PADDED.column, ("prompt", "query_pos"))
+    edit = ac.Ablate(hook="blocks.1.attn.hook_attn_scores", how="zero")
+    found, _ = logits_of(model, PADDED, edits=[edit])
+
+    def equal(pattern: Tensor, hook: Any) -> Tensor:  # noqa: ARG001
+        lower = torch.ones_like(pattern).tril()
+        return lower / lower.sum(-1, keepdim=True)
+
+    for index in range(len(PADDED)):
+        tokens, padding = alone(PADDED, index)
+        logits = model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", equal)])[0]
+        expected = logits[query[prompt == index] - padding].double()
+        torch.testing.assert_close(found[prompt == index], expected, atol=1e-4, rtol=1e-4)
