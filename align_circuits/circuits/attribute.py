@@ -20,7 +20,7 @@ from align_circuits.hooks.heads import heads_of, layers_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import LAYER_SITES, Site, name_of
-from align_circuits.hooks.probes import Change
+from align_circuits.hooks.probes import Change, evaluating
 from align_circuits.hooks.residual_edges import (
     EMBEDDED,
     PatchEdges,
@@ -258,7 +258,9 @@ def attribute_edges(
         return torch.cat([cached.metrics, scores[graph.edges]])
 
     settings = {"method": method, "steps": steps}
-    measured = pair.in_batches(score, pair.sweep_parts("attribute_edges", model, settings, options), options).numpy()
+    parts = pair.sweep_parts("attribute_edges", model, settings, options)
+    with evaluating(model):  # gradients pass through its MLPs without its forward pass
+        measured = pair.in_batches(score, parts, options).numpy()
     provenance = pair.provenance("attribute_edges", model, settings, engine)
     return pair.edge_table(graph, graph.edges, measured[2:], provenance, measured[:2])
 

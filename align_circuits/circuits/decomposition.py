@@ -8,6 +8,7 @@ from torch import Tensor
 from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
+from align_circuits.hooks.probes import evaluating
 from align_circuits.hooks.residual_edges import (
     EMBEDDED,
     ResidualEdges,
@@ -58,7 +59,7 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
     device = device_of(model)
     # Without padding, where `capture` returns 0 and not what the model computes.
     cached = {name: value[:, prompts.mask[0].int().argmax() :].to(device) for name, value in cached.items()}
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         stream = cached[EMBEDDED]
         for layer in range(graph.n_layers):
             check_same(f"the residual stream before layer {layer}", stream, cached[name_of("resid_pre", layer)])

@@ -50,6 +50,19 @@ def test_direct_logits_equal_transformer_lens(random_hf_model, char_tokenizer, p
     assert table.sum() == pytest.approx(float(above.mean()), abs=1e-4)
 
 
+def test_dropout_stays_off_where_parts_run_outside_the_model(random_hf_model, char_tokenizer, prompts):
+    model = ac.load(random_hf_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5), tokenizer=char_tokenizer)
+    pair = ac.Pair(prompts, TASK.corrupt(prompts, "labels", seed=1))
+    of_mode = []
+    for training in (False, True):
+        model.train(training)
+        edges = ac.attribute_edges(model, pair), ac.patch_edges(model, pair, edges=[("M0", "M1")])
+        of_mode.append([table.frame["value"] for table in (*edges, direct_logit_attribution(model, prompts))])
+        assert model.blocks[0].mlp.training == training
+    for evaluated, trained in zip(*of_mode, strict=True):
+        np.testing.assert_allclose(trained, evaluated, atol=1e-6)
+
+
 def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
     other = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2, automata="task", task_seed=1)
