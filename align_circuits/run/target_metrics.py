@@ -27,9 +27,9 @@ from align_circuits.tables.tables import Provenance, Table
 MetricName = Literal["accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
 
 OwnMetric = Callable[[Float[Tensor, "target d_vocab"], pd.DataFrame], Float[Tensor, " target"]]
-"""A metric of your own: takes the logits of some targets and their rows of `Prompts.targets`, and returns a number for
-each. Attribution needs one made of differentiable tensor operations. Where parts of a sweep are kept
-(`RunOptions.cache_dir`), it counts with its code and all that it refers to; if that cannot be told, it needs an
+"""A metric of your own: takes the logits of some targets and their rows of `Prompts.targets`, with their index, and
+returns a number for each. Attribution needs one made of differentiable tensor operations. Where parts of a sweep are
+kept (`RunOptions.cache_dir`), it counts with its code and all that it refers to; if that cannot be told, it needs an
 attribute `identity`, a text that you change with it."""
 
 Metric = MetricName | OwnMetric
@@ -139,7 +139,7 @@ class TargetMetrics:
         rows = torch.from_numpy(kinds[kind])
         prompt, query, token = (prompts.column(name)[rows] for name in ("prompt", "query_pos", "token"))
         correct = None if prompts.correct is None else prompts.correct[rows]
-        frame = prompts.targets[kinds[kind]].reset_index(drop=True)
+        frame = prompts.targets[kinds[kind]]
         return cls(prompts, tuple(metrics), prompt, query, token, frame, correct)  # pyright: ignore[reportArgumentType]
 
     @property
@@ -171,7 +171,7 @@ class TargetMetrics:
             prompt=self.prompt[selected] - rows.start,
             query=self.query[selected],
             token=self.token[selected],
-            targets=self.targets[selected.numpy()].reset_index(drop=True),
+            targets=self.targets[selected.numpy()],
             reference=None if self.reference is None else self.reference[selected],
             correct=None if self.correct is None else self.correct[selected],
         )

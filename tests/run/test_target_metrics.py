@@ -336,6 +336,23 @@ def test_a_selection_holds_the_targets_of_its_prompts_alone():
         assert part.query.tolist() == targets.query[kept].tolist()
 
 
+@pytest.mark.parametrize("kind", ["all", "first", "later"])
+@pytest.mark.parametrize("verb", [ac.patch_heads, attribute_heads])
+def test_a_metric_of_ones_own_finds_its_rows_of_the_targets_by_their_index(model, halves, verb, kind):
+    kinds = np.array(["later", "first", "later"])
+    pair = [replace(half, targets=half.targets.assign(kind=kinds)) for half in halves]
+    numbers = torch.tensor([1.0, 10.0, 100.0])
+
+    def by_row(logits: Tensor, targets: pd.DataFrame) -> Tensor:
+        return numbers[targets.index.tolist()] + 0 * logits.sum(-1)
+
+    for batch_size in (1, 2):  # an index within the batch or within the kind would be another row's
+        options = ac.RunOptions(batch_size=batch_size, progress=False)
+        table = verb(model, Pair(*pair, metric=by_row, kind=kind), options=options)
+        clean = table.baselines.where(run="clean").frame["value"].iloc[0]
+        assert clean == pytest.approx(float(numbers[(kinds == kind) | (kind == "all")].mean()))
+
+
 def test_a_metric_beside_accuracy_is_what_it_is_alone(model, halves):
     for metric in ("log_prob", "prob", "logit", "logit_diff"):
         alone = TargetMetrics.of(halves[0], (metric,)).measure(model)[0]
