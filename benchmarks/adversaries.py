@@ -59,6 +59,8 @@ class Case:
     task: Any
     roles: Mapping[tuple[int, int], str | None] = field(default_factory=dict)
     """The true role of each head; none in a null."""
+    either: frozenset[tuple[int, int]] = frozenset()
+    """Heads of which names in other roles than their own are neither right nor false."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `localize`."""
 
@@ -164,10 +166,10 @@ def planted_task(seed: int, **changes: Any) -> ac.Seq2SeqTask:
     return ac.Seq2SeqTask(**{**fields, **changes})
 
 
-def circuit(seed: int, **changes: Any) -> PlantedModel:
+def circuit(seed: int, task: ac.Seq2SeqTask | None = None, **changes: Any) -> PlantedModel:
     """A planted circuit with all decoys, none of which is a second lookup head."""
     decoys = [kind for kind in (*DECOYS, *OTHER_DECOYS) if kind not in ("backup", "diffuse")]
-    return ac.planted_circuit(planted_task(seed), seed, **{"n_heads": 6, "decoys": decoys, **changes})
+    return ac.planted_circuit(task or planted_task(seed), seed, **{"n_heads": 6, "decoys": decoys, **changes})
 
 
 def silenced(seed: int) -> Case:
@@ -180,35 +182,44 @@ def silenced(seed: int) -> Case:
 
 
 def of_another_alignment(seed: int) -> Case:
-    """A circuit on prompts in which no phrase has the symbol that it attends to; previous tokens are what they were."""
-    model = circuit(seed)
-    others = (planted_task(seed, task_seed=1000 + other) for other in count(seed))
+    """A circuit on prompts in which no phrase has the symbol that it attends to; previous tokens are what they were.
+
+    By the first letter of a phrase a lookup head finds the second one under every alignment, which is half of lookup.
+    """
+    shape = {"phrase_len": 1 + seed % 2}
+    model = circuit(seed, planted_task(seed, **shape))
+    others = (planted_task(seed, **shape, task_seed=1000 + other) for other in count(seed))
     other = next(task for task in others if all(a != b for a, b in zip(task.aligned, model.task.aligned, strict=True)))
-    return Case(model, other, {head: role for head, role in model.roles.items() if role == "previous"})
+    by_letter = frozenset(head for head, role in model.roles.items() if role == "lookup" and shape["phrase_len"] == 2)
+    return Case(model, other, {head: role for head, role in model.roles.items() if role == "previous"}, by_letter)
 
 
 def with_noise(seed: int) -> Case:
-    """A circuit of which every head, decoys too, writes noise; redundant heads are looked for as well."""
+    """A circuit of which every head, decoys too, writes noise; redundant heads are looked for as well.
+
+    Decoys are the nulls here: by the noise that they read, heads of the circuit may attend as in another role.
+    """
     model = circuit(seed, noise=0.006)
-    return Case(model, model.task, model.roles, {"n": 24, "redundant": True})
+    heads = frozenset(head for head, role in model.roles.items() if role)
+    return Case(model, model.task, model.roles, heads, {"n": 24, "redundant": True})
 
 
 def full_strength(seed: int) -> Case:
     """A circuit with the decoys that it has by default."""
     model = ac.planted_circuit(planted_task(seed, n_examples=6), seed)
-    return Case(model, model.task, model.roles, {"n": 32})
+    return Case(model, model.task, model.roles, more={"n": 32})
 
 
 def split_roles(seed: int) -> Case:
     """A circuit in which two heads share each role, found as redundant."""
     model = circuit(seed, n_heads=8, copies=dict.fromkeys(("previous", "align_query", "align_key", "lookup"), 2))
-    return Case(model, model.task, model.roles, {"redundant": True})
+    return Case(model, model.task, model.roles, more={"redundant": True})
 
 
 def of_noisy_zoo(seed: int) -> Case:
     """A circuit of the public zoo of which every head writes noise; a role has one to six heads."""
     model = zoo_circuit([each for each in PUBLIC if zoo_circuit(each).traits["noise"]][seed]).build()
-    return Case(model, model.task, model.roles, {"n": 24, "redundant": True})
+    return Case(model, model.task, model.roles, more={"n": 24, "redundant": True})
 
 
 def solved_by_mlp(seed: int) -> Case:
@@ -321,7 +332,10 @@ def measured(family: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "true": len(true),
         **{f"right, {name}": len(of_name & true) for name, of_name in names.items()},
-        **{f"false, {name}": sorted(map(str, of_name - true)) for name, of_name in names.items()},
+        **{
+            f"false, {name}": sorted(str(each) for each in of_name - true if each[0] not in case.either)
+            for name, of_name in names.items()
+        },
         "p": {role: [float(p) for p in part["value"]] for role, part in frame.groupby("role")},
     }
 

@@ -18,18 +18,18 @@ ROOMS = {
     "align_circuits/jobs": (1774, 1000),
     "align_circuits/prompts": (1633, 1300),
     "align_circuits/tables": (1474, 1100),
-    "align_circuits/tasks": (2356, 2100),
+    "align_circuits/tasks": (2358, 2100),
     "align_circuits/models": (3320, 2400),
     "align_circuits/run": (2092, 1500),
-    "align_circuits/heads": (3903, 2600),
+    "align_circuits/heads": (3977, 2600),
     "align_circuits/circuits": (1268, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (2077, 1700),
-    "align_circuits/training": (2021, 1400),
+    "align_circuits/training": (2022, 1400),
     "align_circuits/cli": (2328, 1500),
     "align_circuits/papers": (10759, 8500),
     "hooks": (3870, 2600),
-    "tests": (31842, 20000),
+    "tests": (31889, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -9,7 +9,7 @@ these included.
 from collections.abc import Sequence
 from functools import partial
 from itertools import permutations
-from math import comb, factorial, prod
+from math import comb, factorial, perm, prod
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from align_circuits.heads.renamed_tokens import (
 from align_circuits.hooks.edits import Edit
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.prompts.relations import Relation
+from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.run.alike_prompts import Reader, Rows, forward_alike
 from align_circuits.run.options import RunOptions
 
@@ -74,13 +74,15 @@ def p_values(
     - Others (`lookup`, `induction`, the rest of recall): the score is the share of the candidates' attention that is on
       keys, at each target. The keys of a prompt are redrawn among the keys of all prompts of its length, at the same
       targets: 9,999 permutations of prompts. A relation whose queries are no targets needs them at the same positions
-      in all prompts.
+      in all prompts. Where every candidate could be a key by its label, as each letter translates some symbol
+      (`lookup`), the labels of a prompt's candidates are put in place of each other as well, in each prompt on its
+      own, and the larger p-value counts: the first null keeps what a head prefers of places, the second what it prefers
+      of tokens, of which all keys of a symbol hold the same.
 
     A permutation test (Fisher, 1935; Phipson and Smyth, 2010, "Permutation P-values Should Never Be Zero": hence the
     true keys count as a redraw). Misleads for the last kind where attention depends on tokens that the keys depend on
     as well: a head that attends to copies of its own token may pass for others (compare with `duplicate`), and one that
-    merely prefers some tokens to others passes for a role that few tokens have, such as `relation` and `grammar`. Of
-    `lookup` .06 of the p-values are up to .05 in models of random weights; on random tokens .04 are.
+    merely prefers some tokens to others passes for a role that few tokens have, such as `relation` and `grammar`.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
@@ -336,10 +338,12 @@ class _OtherPrompts(_Test):
         # of each prompt to the keys of each, summed over targets
         self.attention = torch.zeros(layers, heads, self.n, self.n)
         self.seen = torch.zeros(layers, len(self.prompt), dtype=torch.bool)
+        self.labels = _Labels.of(relation, self.candidates[place % int(per_prompt)], place, (layers, heads))
 
     @property
     def smallest(self) -> float:
-        return 1 / prod(factorial(int((self.length == length).sum())) for length in np.unique(self.length))
+        by_prompts = 1 / prod(factorial(int((self.length == length).sum())) for length in np.unique(self.length))
+        return max(by_prompts, self.labels.smallest) if self.labels else by_prompts
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         new = ~self.seen[layer, rows]
@@ -351,9 +355,15 @@ class _OtherPrompts(_Test):
             shares = among / among.sum(-1, keepdim=True).clamp(min=torch.finfo(among.dtype).tiny)
             attention = torch.einsum("phk,gk->hpg", shares, self.keys[place])
             self.attention[layer].index_add_(1, self.prompt[rows[at_place]], attention)
+            if self.labels:
+                self.labels.add(rows[at_place], layer, shares)
         self.seen[layer, rows] = True
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
+        by_prompts = self._among_prompts(generator)
+        return np.maximum(by_prompts, self.labels.p_values(generator)) if self.labels else by_prompts
+
+    def _among_prompts(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
         orders = np.tile(np.arange(self.n), (REDRAWS + 1, 1))
         for length in np.unique(self.length):
             alike = np.flatnonzero(self.length == length)
@@ -362,6 +372,70 @@ class _OtherPrompts(_Test):
         at = np.arange(self.n) * self.n + orders  # [order prompt], in the flattened matrix
         scores = np.stack([matrix.ravel()[at].mean(1) for matrix in attention])
         return share_at_least_first(scores.reshape(*self.shape, -1))
+
+
+class _Labels:
+    """Redraws which of the labels that a prompt's candidates bear are those of its keys, such as symbols.
+
+    The keys of one label hold the same tokens, so that a head which happens to prefer them attends to all of them or to
+    none. Another prompt's keys, at other tokens here, vary less than that: among these alone p-values are too small.
+    """
+
+    def __init__(self, relation: Relation, row: Int[Tensor, " place"], shape: tuple[int, int]):
+        self.row = row  # of each place of the layout, `IGNORE` where its keys are missing
+        labels = torch.where(relation.candidate_label == IGNORE, IGNORE, relation.key_label)
+        of_prompt = [each.unique() for each in labels]
+        self.borne = [each[each != IGNORE].tolist() for each in of_prompt]
+        width = max(map(len, self.borne))
+        self.bears = torch.zeros(len(labels), width, labels.shape[1])
+        for prompt, borne in enumerate(self.borne):
+            for number, label in enumerate(borne):
+                self.bears[prompt, number] = labels[prompt] == label
+        self.prompt = relation.prompt
+        values = zip(relation.prompt.tolist(), relation.key_value.tolist(), strict=True)
+        self.own = torch.tensor([self.borne[prompt].index(value) for prompt, value in values])
+        # of each prompt, the attention to each label at the targets whose keys bear another
+        self.attention = torch.zeros(*shape, len(labels), width, width)
+
+    @classmethod
+    def of(
+        cls, relation: Relation, candidates: Bool[Tensor, "row pos"], place: Int[Tensor, " row"], shape: tuple[int, int]
+    ) -> "_Labels | None":
+        """Returns the test if a prompt's rows share their candidates, and each of these could be a key by its label."""
+        among, is_key = relation.candidate_label != IGNORE, relation.key_label != IGNORE
+        shared = bool((candidates == among[relation.prompt]).all())
+        if not shared or not bool((is_key | ~among).all()):
+            return None
+        row = torch.full((int(place.max()) + 1,), IGNORE)
+        row[place] = torch.arange(len(place))
+        return cls(relation, row, shape)
+
+    @property
+    def smallest(self) -> float:
+        own = [len(self.own[self.prompt == prompt].unique()) for prompt in range(len(self.borne))]
+        return 1 / prod(perm(len(borne), used) for borne, used in zip(self.borne, own, strict=True))
+
+    def add(self, place: Int[Tensor, " row"], layer: int, shares: Float[Tensor, "row head pos"]) -> None:
+        row = self.row[place.clamp(max=len(self.row) - 1)]
+        row[place >= len(self.row)] = IGNORE
+        row, shares = row[row != IGNORE], shares[row != IGNORE]
+        prompt = self.prompt[row]
+        to_labels = torch.einsum("rhk,rlk->rhl", shares, self.bears[prompt])
+        self.attention[layer].permute(1, 2, 0, 3).index_put_((prompt, self.own[row]), to_labels, accumulate=True)
+
+    def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
+        width = self.attention.shape[-1]
+        orders = np.tile(np.arange(width), (REDRAWS + 1, len(self.borne), 1))
+        for prompt, borne in enumerate(self.borne):
+            drawn = np.tile(np.arange(len(borne)), (REDRAWS, 1))
+            orders[1:, prompt, : len(borne)] = generator.permuted(drawn, axis=1)
+        attention = self.attention.flatten(0, 1).flatten(1).double().numpy()
+        scores = [
+            attention @ np.eye(width)[orders[start : start + 1000]].reshape(-1, attention.shape[1]).T
+            for start in range(0, len(orders), 1000)
+        ]
+        shape = self.attention.shape[:2]
+        return share_at_least_first(np.concatenate(scores, -1).reshape(*shape, -1))
 
 
 class _Ranks(_Test):
