@@ -262,6 +262,18 @@ class Table:
             keep &= (selected | (self.frame[column].isna() & (None in values))).to_numpy(dtype=bool)
         return self._rows(np.flatnonzero(keep))
 
+    def of_all_targets(self) -> "Table":
+        """Returns the rows over all targets of a prompt, where some are of its first or later ones or of one place.
+
+        `top`, `to_array` and the figures take them so. With `.where(kind="first")` before they take those of that kind.
+        """
+        of_all: dict[str, Any] = {}
+        for key, value in (("kind", "all"), ("offset", None)):
+            known = [None if pd.isna(each) else each for each in self.frame[key].unique()] if key in self.keys else []
+            if value in known and len(known) > 1:
+                of_all[key] = value
+        return self.where(**of_all)
+
     def heads(self) -> "Table":
         """Returns the rows of single heads, without those of layers and of the whole model."""
         single = self.frame["level"] == "head" if "level" in self.frame else self.frame["head"].notna()
@@ -282,7 +294,8 @@ class Table:
     def top(self, metric: str, n: int = 5, *, by: Literal["highest", "lowest", "absolute"] | None = None) -> "Table":
         """Returns the `n` rows of a metric that matter most, in order; rows without a value are left out.
 
-        They are rows of heads if the metric has any, else of layers, else of edges.
+        They are rows of heads if the metric has any, else of layers, else of edges; and those over all targets, where
+        no kind of targets was chosen (`of_all_targets`).
 
         Args:
             metric: Which to rank by.
@@ -298,7 +311,7 @@ class Table:
         """
         if by not in (None, "highest", "lowest", "absolute"):
             raise ValueError(f"by={by!r}: choose 'highest', 'lowest' or 'absolute', or leave it out")
-        table, place = self.where(metric=metric)._parts()
+        table, place = self.where(metric=metric).of_all_targets()._parts()
         table.check_not_mixed()
         table._check_one_row(place)
         value = table.frame["value"].to_numpy(dtype=float)
@@ -312,12 +325,12 @@ class Table:
 
     @checked
     def to_array(self, metric: str) -> Float[ndarray, "layer head"]:
-        """Returns `metric` as an array over layers and heads.
+        """Returns `metric` as an array over layers and heads, over all targets where no kind of them was chosen.
 
         Raises:
             ValueError: A head has more than one row, or some are estimates: select by the other key columns first.
         """
-        table = self.where(metric=metric).heads()
+        table = self.where(metric=metric).of_all_targets().heads()
         table.check_not_mixed()
         table._check_one_row(("layer", "head"))
         return table.frame.pivot(index="layer", columns="head", values="value").to_numpy(dtype=float)

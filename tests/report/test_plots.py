@@ -158,6 +158,7 @@ def test_a_head_map_refuses_what_it_cannot_draw(effects, scores):
     edge = pd.DataFrame({"level": ["edge"], "sender": "input", "receiver": "logits", "metric": "a"})
     small = Provenance("t", model={"n_layers": 3, "n_heads": 1})
     both = effects.frame.assign(metric="a", direction="noise", site="z")
+    both = both[both["kind"] != "all"]
     for frame, made, message in (
         (layers, MADE, "no rows of single heads, but of the level layer: .* edge_map draws edges"),
         (edge.assign(value=1.0, low=0.0, high=2.0, n=1), MADE, "no rows of single heads, but of the level edge"),
@@ -422,9 +423,13 @@ def test_a_position_map_shows_every_row_at_its_place():
 
 def test_a_position_map_refuses_what_it_cannot_draw(scores):
     table = effects_at_sites({"resid_pre": [0, 1]}, [0, 1, 7], ("log_prob", "accuracy"))
-    with pytest.raises(ValueError, match=r"choose one metric \(log_prob, accuracy\) with \.where"):
-        plots.position_map(table)
     one = table.where(metric="log_prob")
+    both = Table.concat([Table(one.frame.assign(kind=kind), one.provenance) for kind in ("first", "later")])
+    with pytest.raises(ValueError, match=r"choose one kind \(first, later\) with \.where"):
+        plots.position_map(both)
+    np.testing.assert_array_equal(plots.position_map(table).data[0].z, plots.position_map(one).data[0].z)
+    drawn = plots.position_map(table, metric="accuracy").layout.coloraxis.colorbar.title.text
+    assert drawn.startswith("change of<br>accuracy")
     with pytest.raises(ValueError, match="no key column 'site' in this table of 'test': give one of patch_sites"):
         plots.position_map(scores)
     with pytest.raises(ValueError, match="position 7 is not in these prompts of 3 tokens"):

@@ -184,8 +184,13 @@ def test_top_refuses_several_rows_a_head():
     """Three kinds of targets would list the same head three times."""
     made = effects("ablate_heads", positions="all")
     kinds = Table(pd.concat([made.frame.assign(kind=kind) for kind in ("all", "first", "later")]), made.provenance)
-    refused(r"several rows a head: choose one value of kind with \.where\(\.\.\.\) first", kinds.top, "log_prob")
-    assert len(kinds.where(kind="all").top("log_prob")) == 3
+    some = kinds.where(kind=["first", "later"])
+    refused(r"several rows a head: choose one value of kind with \.where\(\.\.\.\) first", some.top, "log_prob")
+    assert set(kinds.top("log_prob").frame["kind"]) == {"all"}, "unless a kind is chosen"
+    assert set(kinds.where(kind="first").top("log_prob").frame["kind"]) == {"first"}
+    np.testing.assert_array_equal(kinds.to_array("log_prob"), kinds.where(kind="all").to_array("log_prob"))
+    placed = Table(pd.concat([made.frame.assign(kind="all", offset=place) for place in (None, 0, 1)]), made.provenance)
+    assert placed.top("log_prob").frame["offset"].isna().all()
     edges = effects("patch_edges", "edge", direction="noise")
     mixed = Table.concat([edges, effects("patch_edges", "edge", direction="denoise")])
     refused("several rows an edge: choose one value of direction with", mixed.top, "log_prob")

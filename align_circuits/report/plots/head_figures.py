@@ -156,6 +156,7 @@ def _names(frame: Any) -> list[str]:
 
 def _one_row_per_head(table: Table, by: str) -> Any:
     """The rows of single heads, one for each."""
+    table = table.of_all_targets()
     table.check_not_mixed()
     frame: Any = table.heads().frame if {"layer", "head"} <= set(table.keys) else table.frame[:0]
     if not len(frame):

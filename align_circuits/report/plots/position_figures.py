@@ -19,23 +19,27 @@ WITHOUT_LAYER = "-"
 
 
 @checked
-def position_map(table: Table, prompts: Prompts | None = None, title: str = "") -> go.Figure:
+def position_map(
+    table: Table, prompts: Prompts | None = None, title: str = "", *, metric: str | None = None
+) -> go.Figure:
     """Returns what patching changes as maps, layers from bottom to top and positions across, a panel for each site.
 
     All panels share one diverging scale around zero. What was not measured is grey.
 
     Args:
-        table: With key columns site, layer and position, one row for each: `patch_sites`, with one metric and one kind
-            of targets.
+        table: With key columns site, layer and position, one row for each: `patch_sites`. Of several kinds of
+            targets all are drawn together.
         prompts: The prompts that were patched: the tokens of the first stand below the maps. Without them, the numbers
             of columns and the names of positions do.
         title: Above the maps.
+        metric: Which to draw; by default that of the pair that was patched, the first in the table.
 
     Raises:
         ValueError: A table that lacks one of the keys, has no rows or several rows for a place, or has columns that the
             prompts do not.
     """
     keys = ["site", "layer", "position"]
+    table = table.of_all_targets()
     frame: Any = table.frame
     if missing := [key for key in keys if key not in frame]:
         raise ValueError(
@@ -43,6 +47,8 @@ def position_map(table: Table, prompts: Prompts | None = None, title: str = "") 
         )
     if frame.empty:
         raise ValueError("a table without rows has no map: patch at least one site, layer and position")
+    if "metric" in frame:
+        frame = table.where(metric=metric or frame["metric"].iloc[0]).frame
     if frame.duplicated(keys).any():
         several = {key: list(frame[key].unique()) for key in table.keys if key not in (*keys, "level")}
         choose = [f"{key} ({', '.join(map(str, values))})" for key, values in several.items() if len(values) > 1]
