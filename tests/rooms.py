@@ -16,11 +16,11 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (337, 300),
     "align_circuits/jobs": (1774, 1000),
-    "align_circuits/prompts": (1633, 1300),
+    "align_circuits/prompts": (1640, 1300),
     "align_circuits/tables": (1474, 1100),
     "align_circuits/tasks": (2358, 2100),
     "align_circuits/models": (3320, 2400),
-    "align_circuits/run": (2092, 1500),
+    "align_circuits/run": (2109, 1500),
     "align_circuits/heads": (3977, 2600),
     "align_circuits/circuits": (1268, 1100),
     "align_circuits/localizers": (528, 500),
@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (2328, 1500),
     "align_circuits/papers": (10759, 8500),
     "hooks": (3870, 2600),
-    "tests": (31889, 20000),
+    "tests": (31930, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -21,11 +21,11 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
 from align_circuits.models.protocol import check_fits, device_of, provenance_of
-from align_circuits.prompts.prompts import WRONG, Prompts
+from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
-from align_circuits.run.target_metrics import TargetMetrics
+from align_circuits.run.target_metrics import TargetMetrics, wrong_tokens
 from align_circuits.tables.intervals import weighted_mean
 from align_circuits.tables.tables import Table, with_level
 
@@ -79,7 +79,7 @@ def direct_logit_attribution(
     cached = capture(model, prompts, names, options=options)
     at_targets = {name: cached[name][targets.prompt, targets.query].to(device) for name in names}
     with torch.no_grad():
-        against = None if metric == "logit" else torch.from_numpy(targets.targets[WRONG].to_numpy(int, copy=True))
+        against = None if metric == "logit" else wrong_tokens(targets.targets, model.cfg.d_vocab)
         direction, offset = _readout(model, at_targets[last], targets.token.to(device), against)
         written = [written_by(residual_edges, name, at_targets[name][:, None])[:, 0] for name in sent_from(graph)]
         rest = at_targets[last] - torch.cat(written, dim=1).sum(1)

@@ -51,7 +51,7 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
                 f"these prompts were written with another tokenizer ({prompts.tokenizer_hash}; the model's is "
                 f"{model_hash}): sample them with model.tokenizer"
             )
-    tokens = prompts.tokens[prompts.mask]
+    tokens = torch.cat([prompts.tokens[prompts.mask], prompts.column("token")])  # a target need not be its prompt's own
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < model.cfg.d_vocab:
         raise ValueError(
             f"token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary has "

@@ -131,6 +131,13 @@ class Prompts:
         for name, columns in (sizes | ({} if self.group is None else {"group": self.group})).items():
             if len(columns) != len(self):
                 raise ValueError(f"{name} has {len(columns)} entries for {len(self)} prompts: give one for each")
+        for name, columns in self.positions.items():
+            at = (torch.arange(shape[1]) == torch.as_tensor(columns)[:, None]) & self.mask
+            if len(nowhere := (~at.any(1)).nonzero()):
+                raise ValueError(
+                    f"positions[{name!r}] of prompt {int(nowhere[0])} is {int(columns[int(nowhere[0])])}, which holds "
+                    "no token: give columns of prompts.tokens, where shorter prompts begin with padding"
+                )
         if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
             raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
         for name in ("correct", "own_correct"):

@@ -193,7 +193,7 @@ class TargetMetrics:
             # the same number by another formula: they differ in the last bits, and kept tables of evaluation have these
             return logits.log_softmax(1).gather(1, token[:, None])[:, 0]
         if metric == "logit_diff":
-            wrong = torch.from_numpy(self.targets[WRONG].to_numpy(dtype=np.int64, copy=True))[rows].to(logits.device)
+            wrong = wrong_tokens(self.targets, logits.shape[1])[rows].to(logits.device)
             return (logits.gather(1, token[:, None]) - logits.gather(1, wrong[:, None]))[:, 0]
         if metric == "kl":
             if self.reference is None:
@@ -209,7 +209,7 @@ class TargetMetrics:
 
     def _own_number(self, metric: OwnMetric, logits: Tensor, rows: Tensor) -> Tensor:
         """A metric of the user's own, checked."""
-        number = metric(logits, self.targets.iloc[rows.numpy()])
+        number = metric(logits.clone(), self.targets.iloc[rows.numpy()])  # it may change them, as others must not see
         if not isinstance(number, Tensor) or number.shape != (len(rows),):
             given = tuple(number.shape) if isinstance(number, Tensor) else type(number).__name__
             raise ValueError(
@@ -357,6 +357,23 @@ class TargetMetrics:
         """Returns means over prompts as a table; a prompt counts by its number of targets."""
         weights = np.tile(self.weights, (len(values), 1))
         return Table.from_prompts(keys, values, weights, provenance, bounded=False)
+
+
+def wrong_tokens(targets: pd.DataFrame, d_vocab: int) -> Int[Tensor, " target"]:
+    """Returns the token that `"logit_diff"` compares each target with.
+
+    Raises:
+        ValueError: The column holds what is no token of the vocabulary, or nothing, for some target.
+    """
+    column: Any = targets[WRONG]
+    numbers: Any = pd.to_numeric(column, errors="coerce")
+    wrong = numbers.to_numpy(dtype=float, na_value=np.nan)
+    if not (known := (wrong >= 0) & (wrong < d_vocab) & (wrong % 1 == 0)).all():
+        raise ValueError(
+            f"the column {WRONG!r} of the targets holds {column.to_numpy()[~known][0]}: give a token id from 0 "
+            f"to {d_vocab - 1} for each target, or leave those without a wrong answer out with select_targets"
+        )
+    return torch.from_numpy(wrong.astype(np.int64))
 
 
 def by_kind(prompts: Prompts) -> dict[str, Bool[ndarray, " target"]]:

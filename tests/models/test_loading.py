@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -439,6 +440,8 @@ def test_what_does_not_fit(folders, byte_bpe_tokenizer):
     model = load(folders["llama"])
     refused("another tokenizer", check_fits, model, ac.Prompts.from_tokens(TOKENS, tokenizer=byte_bpe_tokenizer))
     refused("vocabulary has 64", check_fits, model, ac.Prompts.from_tokens([[3, 64]]))
+    others = (prompts := ac.Prompts.from_tokens([[3, 5]])).targets.assign(token=64)
+    refused("from 3 to 64, but .* vocabulary has 64", check_fits, model, replace(prompts, targets=others))
     with pytest.raises(ValueError, match="a prompt of 65 tokens, but the model's context is 64"):
         check_fits(model, ac.Prompts.from_tokens([[3] * 65]))
     check_fits(model, ac.Prompts.from_tokens([[3] * 64, [63, 2]]))

@@ -263,6 +263,10 @@ def test_fields_must_agree(monkeypatch):
 
     with pytest.raises(ValueError, match=r"positions\['END'\] has 2 entries for 3 prompts"):
         replace(prompts, positions={"END": torch.tensor([0, 1])})
+    padded = Prompts.from_tokens([[5, 3, 6], [7, 4]])
+    for column in (0, -1, 3):  # padding of the second prompt, and none of its columns
+        message = rf"positions\['END'\] of prompt 1 is {column}, which holds no token: .* begin with padding"
+        refused(message, replace, padded, positions={"END": torch.tensor([1, column])})
     refused("group has 4 entries for 3 prompts", replace, prompts, group=torch.arange(4))
     refused(r"own_correct has shape \(2, 3\)", replace, prompts, own_correct=torch.ones(2, 3, dtype=torch.bool))
 

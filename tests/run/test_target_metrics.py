@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jaxtyping
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.circuits.attribute import attribute_edges, attribute_heads
+from align_circuits.circuits.direct_effects import direct_logit_attribution as dla
 from align_circuits.circuits.direct_effects import function_vectors
 from align_circuits.circuits.edge_patching import patch_edges, patch_paths
 from align_circuits.circuits.faithful import faithfulness
@@ -360,6 +362,18 @@ def test_a_metric_beside_accuracy_is_what_it_is_alone(model, halves):
         np.testing.assert_allclose(beside[1], alone[0], rtol=1e-6)
 
 
+def test_a_metric_of_ones_own_may_change_the_logits_that_it_is_given(model, halves):
+    def margin(logits: Tensor, targets: pd.DataFrame) -> Tensor:
+        rows, token = range(len(targets)), targets["token"].tolist()
+        own = logits[rows, token].clone()
+        logits[rows, token] = -torch.inf
+        return own - logits.amax(1)
+
+    alone, beside = (TargetMetrics.of(halves[0], (*first, "prob", "kl")) for first in ([], [margin]))
+    alone, beside = (each.with_reference(model, halves[1]).measure(model)[0] for each in (alone, beside))
+    np.testing.assert_array_equal(beside[1:], alone)
+
+
 def test_means_of_prompts_without_targets_of_a_group_are_missing():
     prompts = Prompts.from_tokens([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
     prompt, values = np.array([0, 0, 0, 2]), [np.array([1.0, 2.0, 6.0, 5.0]), np.array([3.0, 5.0, 1.0, 4.0])]
@@ -434,6 +448,16 @@ def test_metrics_that_are_refused(model, halves, metrics, message, monkeypatch):
     if isinstance(metrics, list) and len(metrics) == 1:
         with pytest.raises((TypeError, ValueError), match=message):
             Pair(*halves, metric=metrics[0])
+
+
+@pytest.mark.parametrize("wrong", [np.nan, None, -1, 64, 11.5, "b"])
+def test_a_logit_difference_needs_a_wrong_token_of_each_target(model, halves, wrong):
+    targets = halves[0].targets.assign(**{WRONG: pd.Series([11, 12, wrong], dtype=object)})
+    prompts = replace(halves[0], targets=targets)
+    for measure in (partial(ac.evaluate, metrics=["logit_diff"]), partial(dla, metric="logit_diff")):
+        with pytest.raises(ValueError, match=f"'wrong' of the targets holds {wrong}: give a token id from 0 to 63"):
+            measure(model, prompts)
+    ac.evaluate(model, prompts, metrics=["log_prob"])
 
 
 def test_a_logit_difference_needs_a_wrong_answer(halves):
