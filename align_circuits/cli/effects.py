@@ -60,7 +60,7 @@ def _sections(table: Table, parts: Mapping[str, Table], metric: str, prompts: Pr
         drawn = plots.top_heads(of_all, [metric], 10, by="absolute")
         yield f"What matters most{where}", "The largest effects, up or down, with 95% intervals over prompts.", drawn
         of_heads = "head" in set(of_all.frame["level"])
-        maps = []
+        maps = [plots.position_map(of_all, prompts)] if "position" in table.keys else []
         if of_heads and "kind" in table.keys:
             kinds = kinds_of(table.frame)
             same = {key: of_all.frame[key].iloc[0] for key in _PLACE if key in table.keys}
@@ -68,7 +68,7 @@ def _sections(table: Table, parts: Mapping[str, Table], metric: str, prompts: Pr
         elif of_heads:
             maps = [plots.head_maps(of_all, [metric], unit=unit)]
         if maps:
-            yield f"All heads{where}", "Hover for a number and its interval.", maps
+            yield f"All {'heads' if of_heads else 'positions'}{where}", "Hover for a number and its interval.", maps
         shares = of_all.normalized() if table.is_paired else None
         if shares is not None and not np.isnan(shares.frame["value"].to_numpy(dtype=float)).all():
             drawn = [plots.top_heads(shares, [metric], 10, by="absolute")]
@@ -104,16 +104,24 @@ def _by_place(table: Table) -> Iterator[tuple[str, Table]]:
 
 
 def best_of(table: Table, metric: str) -> str:
-    """Returns the five rows that matter most, and of the five largest those in the other direction."""
-    best, largest = (_rows(table.top(metric, 5, by=by)) for by in (None, "absolute"))
-    sign = best[0]["value"] if best else 0
-    others = [row for row in largest if row["value"] * sign < 0 < row["low"] * row["high"]]
+    """Returns the five rows that matter most, and of the five largest those in the other direction.
+
+    Rows whose interval holds 0 are left out, and so are heads that share the keys or values of one that is named.
+    """
+    ranked, largest = (table.top(metric, len(table), by=by).frame for by in (None, "absolute"))
+    sign = 1 if len(ranked) and ranked["value"].iloc[0] >= max(ranked["value"].iloc[-1], 0) else -1
+    best = [row for row in _apart_from_zero(ranked) if row["value"] * sign > 0][:5]
+    others = [row for row in _apart_from_zero(largest)[:5] if row["value"] * sign < 0]
     against = f". In the other direction: {', '.join(map(head_value, others))}" if others else ""
-    return ", ".join(map(head_value, best)) + against
+    nearest = "".join(f", nearest {head_value(row)}" for _, row in ranked[:1].iterrows())
+    return (", ".join(map(head_value, best)) or f"none with an interval that leaves out 0{nearest}") + against
 
 
-def _rows(table: Table) -> list[Any]:
-    return [row for _, row in table.frame.iterrows()]
+def _apart_from_zero(rows: Any) -> list[Any]:
+    """The rows whose interval leaves out 0; of heads with one effect, since they share keys and values, the first."""
+    shown = rows[(rows["value"] != 0) & ~((rows["low"] <= 0) & (rows["high"] >= 0))]
+    shared = [key for key in ("site", "layer", "position", "positions", "value", "low", "high") if key in rows]
+    return [row for _, row in shown.drop_duplicates(shared).iterrows()]
 
 
 def _measured(table: Table) -> Table:

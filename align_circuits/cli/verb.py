@@ -271,9 +271,10 @@ def interval(row: Any) -> str:
 
 
 def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:
-    """Returns the head of a row with its value and, in a planted circuit, its role."""
-    head = "" if pd.isna(row["head"]) else f"H{row['head']}"  # a layer has none
-    text = f"L{row['layer']}{head} {interval(row)}"
+    """Returns the head of a row, or its layer and position, with its value and, in a planted circuit, its role."""
+    head = "" if pd.isna(row.get("head")) else f"H{row['head']}"
+    at = f" at {row['position']}" if "position" in row else ""
+    text = f"L{row['layer']}{head}{at} {interval(row)}"
     return text if roles is None else f"{text} ({roles.get((row['layer'], row['head'])) or 'none'})"
 
 

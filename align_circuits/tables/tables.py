@@ -579,7 +579,7 @@ class Table:
             else:
                 continue
             if rows.any():
-                return self._rows(np.flatnonzero(rows)), place
+                return self._rows(np.flatnonzero(rows)), (*place, *(key for key in ("position",) if key in frame))
         levels = f", and rows of the level {', '.join(sorted(set(frame['level'])))}" if "level" in frame else ""
         raise ValueError(f"no heads, layers or edges to rank: this table has the keys {', '.join(self.keys)}{levels}")
 
@@ -604,7 +604,7 @@ class Table:
         frame: Any = self.frame
         if frame.duplicated(list(place)).any():
             others = [key for key in self.keys if key not in ("level", *place) and frame[key].nunique(dropna=False) > 1]
-            level = next(level for level, keys in _PLACES.items() if keys == place)
+            level = next(level for level, keys in _PLACES.items() if keys == place[: len(keys)])
             part = f"an {level}" if level == "edge" else f"a {level}"
             raise ValueError(
                 f"several rows {part}: choose one value of {' and '.join(others)} with .where(...) first"

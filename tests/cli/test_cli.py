@@ -345,6 +345,9 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
             *("patch", "--direction", "noise", "--sites", "z", "attn_out", "--heads", "L0H1", "L1H2"),
             *("--positions", "groups"),
         ): ac.patch_heads(model, pair, sites=("z", "attn_out"), heads=["L0H1", "L1H2"], positions="groups"),
+        ("patch", "--direction", "noise", "--sites", "resid_pre", "resid_mid"): ac.patch_sites(
+            model, pair, ["resid_pre", "resid_mid"]
+        ),
         ("attribute", "--direction", "noise", "--method", "ig_inputs"): ac.attribute_heads(
             model, pair, method="ig_inputs"
         ),
@@ -358,11 +361,16 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
         of_all = written.where(metric="prob", kind="all") if verb != "attribute" else written
         several = "--positions" in options
         of_all = of_all.where(site="z", positions="test input") if several else of_all
+        if each := "position" in of_all.keys:
+            of_all = of_all.where(site="resid_pre")
         row = of_all.top("prob", 1).frame.iloc[0]
         printed, page = capsys.readouterr().out, (out / "report.html").read_text(encoding="utf-8")
-        place = "  z at test input: " if several else "  "
-        assert f"\n{place}L{row['layer']}H{row['head']} {row['value']:.2f}" in printed
-        assert ("\n  attn_out at examples: L" in printed and "All heads, z at examples" in page) == several
+        place = "  z at test input: " if several else "  resid_pre: " if each else "  "
+        head = f"at {row['position']}" if each else f"H{row['head']}"
+        none = "none with an interval that leaves out 0, nearest "
+        assert re.search(f"\n{place}({none})?L{row['layer']}{' ' * each}{head} {row['value']:.2f}", printed)
+        assert ("All positions, resid_mid" in page) == each
+        assert ("\n  attn_out at examples: " in printed and "All heads, z at examples" in page) == several
         assert written.provenance.verb == verb
         assert any(line.startswith("prob without an edit: clean ") for line in table.remarks)
         text = html.unescape(re.sub("<[^>]+>", "", page))
@@ -455,11 +463,17 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
 
 def test_larger_effects_in_the_other_direction_are_named():
     """But not those whose interval holds 0, and none that is smaller than the last of those that matter most."""
-    values = [(5.0, 4), (4.0, 3), (3.0, 2), (2.0, 1), (1.0, 0.5), (-2.5, -3), (-9.0, 1), (-0.5, -0.6)]
+    values = [(5.0, 4), (4.0, 3), (3.0, 2), (2.0, 1), (1.0, 0.5), (-2.5, -3), (-9.0, -19), (-0.5, -0.6)]
     rows = [{"level": "head", "layer": 0, "head": head, "metric": "a"} for head in range(len(values))]
     frame = pd.DataFrame(rows).assign(n=4, **dict(zip(("value", "low"), zip(*values, strict=True), strict=True)))
     frame["high"] = 2 * frame["value"] - frame["low"]
     best, against = effects.best_of(Table(frame, Provenance("patch")), "a").split(". In the other direction: ")
+    zeros = frame.assign(low=-1.0, high=1.0, value=[0.01] * 8)
+    assert effects.best_of(Table(zeros, Provenance("patch")), "a").startswith(
+        "none with an interval that leaves out 0, nearest"
+    )
+    shared = pd.concat([frame, frame[frame["head"] == 0].assign(head=8)])
+    assert effects.best_of(Table(shared, Provenance("patch")), "a").count("5.00 [") == 1, "of heads with one key head"
     assert re.findall("H.", best) == ["H0", "H1", "H2", "H3", "H4"] and against == "L0H5 -2.50 [-3.00, -2.00]"
 
 

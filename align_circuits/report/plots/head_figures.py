@@ -150,7 +150,8 @@ def _names(frame: Any) -> list[str]:
     if "sender" in frame and "receiver" in frame:
         return [f"{sender} to {receiver}" for sender, receiver in zip(frame["sender"], frame["receiver"], strict=True)]
     if "head" not in frame or frame["head"].isna().all():
-        return [f"L{layer}" for layer in frame["layer"]]
+        at = [f" at {position}" for position in frame["position"]] if "position" in frame else [""] * len(frame)
+        return [f"L{layer}{place}" for layer, place in zip(frame["layer"], at, strict=True)]
     return [f"L{layer}H{head}" for layer, head in zip(frame["layer"], frame["head"], strict=True)]
 
 
