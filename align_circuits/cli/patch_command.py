@@ -6,10 +6,13 @@ from typing import Any
 from align_circuits.cli.effects import EffectMetric, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
 from align_circuits.heads.patch import patch_heads, patch_sites
-from align_circuits.hooks.names import LAYER_SITES, Site
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site
 
 RESIDUAL = {"resid_pre", "resid_mid", "resid_post"}
 """The sites that hold all of what a layer knows."""
+
+PARTS = {"head": (*HEAD_SITES, *ROTATED_SITES), "layer": LAYER_SITES}
+"""What the sites are of."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Patch(EffectVerb):
     positions: tuple[str, ...] | None = None
     """At which tokens: "each", at sites of layers; names of positions in the file of prompts, each patched on its own;
     "groups" for earlier examples, test input and test output; or "all" at once. By default all, but each where all
-    sites are the residual stream (resid_pre, resid_mid, resid_post), all of which would bring all of the answer back."""
+    sites are the residual stream (resid_pre, resid_mid, resid_post), which at all tokens holds all of the answer."""
     metric: EffectMetric = "log_prob"
     direction: PairDirection = "denoise"
     screen: float | None = None
@@ -33,13 +36,21 @@ class Patch(EffectVerb):
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""
+        positions = self.positions or (("each",) if {*self.sites} <= RESIDUAL and self.heads is None else ("all",))
+        own: dict[tuple[str, ...], Any] = {("all",): None, ("groups",): "groups", ("each",): "each"}
+        where = own.get(positions, positions)
+        if where == "each" and (self.heads or self.screen or not {*self.sites} <= {*LAYER_SITES}):
+            known = ", ".join(LAYER_SITES)
+            raise ValueError(
+                f"--positions each patches whole layers: leave out --heads and --screen, and give --sites of {known}"
+            )
         # By default the accuracy, too, which tells whether the model solves the task.
         metric = None if self.metric == "log_prob" else self.metric
         model, pair = self.prepare_pair(metric=metric, direction=self.direction)
         into = "clean into corrupted" if self.direction == "denoise" else "corrupted into clean"
-        positions = self.positions or (("each",) if {*self.sites} <= RESIDUAL else ("all",))
-        where: Any = {"all": None, "groups": "groups", "each": "each"}.get(positions[0], positions)
-        if where != "each":
+        if where == "each":
+            table = patch_sites(model, pair, self.sites, options=self.options)
+        else:
             table = patch_heads(
                 model,
                 pair,
@@ -49,23 +60,10 @@ class Patch(EffectVerb):
                 screen=self.screen,
                 options=self.options,
             )
-        elif self.heads is None and self.screen is None and {*self.sites} <= {*LAYER_SITES}:
-            table = patch_sites(model, pair, self.sites, options=self.options)
-        else:
-            raise ValueError(
-                f"--positions each patches whole layers: leave out --heads and --screen, and give --sites of {', '.join(LAYER_SITES)}"
-            )
         site = "the output" if self.sites == ("z",) else ", ".join(self.sites)
-        one = (
-            "layer"
-            if {*self.sites} <= {*LAYER_SITES}
-            else "head"
-            if not {*self.sites} & {*LAYER_SITES}
-            else "head or layer"
-        )
-        what = f"{site} of one {one}" + (
-            "" if where is None else " at each token alone" if where == "each" else f" at {', '.join(positions)}"
-        )
+        one = " or ".join(part for part, of in PARTS.items() if {*self.sites} & {*of})
+        at = {None: "", "each": " at each token alone"}.get(where, f" at {', '.join(positions)}")
+        what = f"{site} of one {one}{at}"
         self.write(
             results,
             table,

@@ -485,6 +485,8 @@ def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
     assert "tunes on a task" in capsys.readouterr().err
     lines = [{"text": json.loads(line)["text"]} for line in pairs_file.read_text().splitlines()]
     pairs_file.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["patch", *common, "--positions", "each"]) == 2
+    assert "--positions each patches whole layers: leave out" in capsys.readouterr().err
     assert main(["attribute", *common]) == 2
     assert "has no corrupted texts to patch from" in capsys.readouterr().err
 
