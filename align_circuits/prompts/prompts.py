@@ -5,6 +5,7 @@ import html
 import json
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
@@ -382,7 +383,7 @@ class Prompts:
             at = self.columns_of(keep)[self.column("prompt")]
             chosen = (self.column("query_pos") == at).numpy()
         else:
-            chosen = np.asarray(keep(self.targets) if callable(keep) else keep)
+            chosen = np.asarray(keep(self.targets.copy()) if callable(keep) else keep)
         if chosen.shape != (len(self.targets),) or chosen.dtype != bool:
             raise ValueError(
                 f"keep has shape {chosen.shape} and type {chosen.dtype}: give a boolean for each of the "
@@ -474,7 +475,9 @@ class Prompts:
         targets = next_token_targets(prompt, query, inputs[prompt, query + 1], offset=query - start[prompt])
         makers = {"induction": rel.induction, "previous": rel.previous_token, "duplicate": rel.duplicate_token}
         row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
-        made = {name: make(inputs, mask, **row_columns) for name, make in (makers | dict(relations or {})).items()}
+        made: dict[str, Relation] = {}
+        for name, make in (makers | dict(relations or {})).items():  # one of your own may write into what it is given
+            made[name] = make(*deepcopy((inputs, mask)), **deepcopy(row_columns))
         _check_keys({name: made[name] for name in relations or {}})
         return cls(
             inputs,

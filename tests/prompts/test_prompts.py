@@ -235,17 +235,19 @@ def test_bad_tokens(tokens, message, monkeypatch):
 def test_a_relation_of_ones_own_has_keys_in_every_row():
     """A row without keys would count as a miss."""
 
-    def the_three(ids, _mask, **rows):
+    def the_three(ids, mask, **rows):
         pos = torch.arange(ids.shape[1]).expand_as(ids)
         among = torch.zeros_like(rows["query"])
         keys = torch.where(ids == 3, 0, IGNORE)
         labels: Any = {"key_label": keys, "candidate_label": pos * 0}
+        mask[:], ids[:] = False, 0  # which must not reach the prompts
         return Relation("three", **rows, key_value=among, candidate_value=among, **labels)
 
     with pytest.raises(ValueError, match=r"relation 'three': \d+ of \d+ rows have no key, .* relation\.select"):
         Prompts.from_tokens([[5, 3, 6, 7]], relations={"three": the_three})
     kept = Prompts.from_tokens([[3, 5, 6, 7]], relations={"three": the_three})
     assert len(kept.relations["three"]) == 3
+    assert kept.tokens.tolist() == [[3, 5, 6, 7]] and kept.mask.all()
 
 
 def test_fields_must_agree(monkeypatch):
@@ -311,7 +313,7 @@ def test_every_way_to_select_targets():
     kinds = prompts.targets["kind"]
     same(prompts.select_targets("first"), prompts.select_targets((kinds == "first").tolist()))
     same(prompts.select_targets("later"), prompts.select_targets(torch.tensor((kinds == "later").tolist())))
-    sevens = prompts.select_targets(lambda targets: targets["token"] == 7)
+    sevens = prompts.select_targets(lambda targets: targets.pop("token") == 7)  # its own copy of the table
     assert sevens.targets["token"].tolist() == [7, 7]
     at_start = prompts.select_targets("start").targets
     assert at_start["query_pos"].tolist() == prompts.positions["start"].tolist()
