@@ -21,7 +21,7 @@ ROOMS = {
     "align_circuits/tasks": (2358, 2100),
     "align_circuits/models": (3320, 2400),
     "align_circuits/run": (2109, 1500),
-    "align_circuits/heads": (3977, 2600),
+    "align_circuits/heads": (4033, 2600),
     "align_circuits/circuits": (1268, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (2077, 1700),
@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (2328, 1500),
     "align_circuits/papers": (10759, 8500),
     "hooks": (3870, 2600),
-    "tests": (31948, 20000),
+    "tests": (31973, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

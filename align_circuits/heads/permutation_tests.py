@@ -41,6 +41,12 @@ _LISTED_ORDERS = 5040
 _FEWEST_DISTANCES = 20
 """With fewer no p-value is at most .05."""
 
+_LEAST_SHARE = 1e-12
+"""Of a row's attention: less counts as this much, since nothing has no logarithm."""
+
+_TURNS = 20
+"""How often means of rows, tokens and places are taken out of log attention."""
+
 _ALIGNMENTS = ("align_query", "align_key")
 
 
@@ -77,12 +83,13 @@ def p_values(
       in all prompts. Where every candidate could be a key by its label, as each letter translates some symbol
       (`lookup`), the labels of a prompt's candidates are put in place of each other as well, in each prompt on its
       own, and the larger p-value counts: the first null keeps what a head prefers of places, the second what it prefers
-      of tokens, of which all keys of a symbol hold the same.
+      of tokens, of which all keys of a symbol hold the same. Where each prompt has one row and keys hold few tokens, as
+      relation and grammar tokens (`relation`, `grammar`), so does what log attention exceeds a sum of preferences for
+      tokens and places by.
 
     A permutation test (Fisher, 1935; Phipson and Smyth, 2010, "Permutation P-values Should Never Be Zero": hence the
     true keys count as a redraw). Misleads for the last kind where attention depends on tokens that the keys depend on
-    as well: a head that attends to copies of its own token may pass for others (compare with `duplicate`), and one that
-    merely prefers some tokens to others passes for a role that few tokens have, such as `relation` and `grammar`.
+    as well: a head that attends to copies of its own token may pass for others (compare with `duplicate`).
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
@@ -339,6 +346,7 @@ class _OtherPrompts(_Test):
         self.attention = torch.zeros(layers, heads, self.n, self.n)
         self.seen = torch.zeros(layers, len(self.prompt), dtype=torch.bool)
         self.labels = _Labels.of(relation, self.candidates[place % int(per_prompt)], place, (layers, heads))
+        self.preferences = _Preferences.of(relation, prompts, (layers, heads))
 
     @property
     def smallest(self) -> float:
@@ -357,20 +365,27 @@ class _OtherPrompts(_Test):
             self.attention[layer].index_add_(1, self.prompt[rows[at_place]], attention)
             if self.labels:
                 self.labels.add(rows[at_place], layer, shares)
+            if self.preferences:
+                self.preferences.shares[layer, :, rows[at_place]] = shares.transpose(0, 1)
         self.seen[layer, rows] = True
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
-        by_prompts = self._among_prompts(generator)
-        return np.maximum(by_prompts, self.labels.p_values(generator)) if self.labels else by_prompts
+        p = self._among_prompts(self.attention, generator)
+        if self.labels:
+            p = np.maximum(p, self.labels.p_values(generator))
+        if self.preferences:
+            p = np.maximum(p, self._among_prompts(self.preferences.beyond() @ self.keys[0].T, generator))
+        return p
 
-    def _among_prompts(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
+    def _among_prompts(
+        self, attention: Float[Tensor, "layer head prompt keys"], generator: np.random.Generator
+    ) -> Float[ndarray, "layer head"]:
         orders = np.tile(np.arange(self.n), (REDRAWS + 1, 1))
         for length in np.unique(self.length):
             alike = np.flatnonzero(self.length == length)
             orders[1:, alike] = generator.permuted(np.tile(alike, (REDRAWS, 1)), axis=1)
-        attention = self.attention.flatten(0, 1).double().numpy()
         at = np.arange(self.n) * self.n + orders  # [order prompt], in the flattened matrix
-        scores = np.stack([matrix.ravel()[at].mean(1) for matrix in attention])
+        scores = np.stack([matrix.ravel()[at].mean(1) for matrix in attention.flatten(0, 1).double().numpy()])
         return share_at_least_first(scores.reshape(*self.shape, -1))
 
 
@@ -436,6 +451,39 @@ class _Labels:
         ]
         shape = self.attention.shape[:2]
         return share_at_least_first(np.concatenate(scores, -1).reshape(*shape, -1))
+
+
+class _Preferences:
+    """What attention exceeds a sum of preferences by: for tokens, and for places.
+
+    Where keys hold few different tokens, a head that prefers these, and some places, attends to keys more than to
+    another prompt's keys, at which other tokens stand here.
+    """
+
+    def __init__(self, relation: Relation, prompts: Prompts, shape: tuple[int, int]):
+        _, self.candidates = relation.expand()
+        self.token = prompts.tokens.unique(return_inverse=True)[1]
+        self.shares = torch.zeros(*shape, *self.token.shape)
+
+    @classmethod
+    def of(cls, relation: Relation, prompts: Prompts, shape: tuple[int, int]) -> "_Preferences | None":
+        """Returns it for one row a prompt and keys of which four or more, on average, hold the same token."""
+        keys = prompts.tokens[relation.prompt][relation.expand()[0]]
+        alone = torch.equal(relation.prompt, torch.arange(len(prompts)))
+        return cls(relation, prompts, shape) if alone and 4 * len(keys.unique()) <= len(keys) else None
+
+    def beyond(self) -> Float[Tensor, "layer head prompt pos"]:
+        """Returns what is left of log attention without the means of rows, tokens and places, fitted in turn."""
+        count = self.candidates.double()
+        left = self.shares.double().clamp(min=_LEAST_SHARE).log() * count
+        tokens = torch.zeros(int(self.token.max()) + 1, count.numel(), dtype=count.dtype)
+        tokens[self.token.flatten(), torch.arange(count.numel())] = count.flatten()
+        for _ in range(_TURNS):
+            left = (left - left.sum(-1, keepdim=True) / count.sum(-1, keepdim=True)) * count
+            mean = left.flatten(2) @ tokens.T / tokens.sum(1).clamp(min=1)
+            left = (left - mean[..., self.token]) * count
+            left = (left - left.sum(-2, keepdim=True) / count.sum(0).clamp(min=1)) * count
+        return left.float()
 
 
 class _Ranks(_Test):

@@ -26,6 +26,10 @@ from align_circuits.tables.tables import Provenance, Table
 ROUNDS = 3
 """How often more heads are looked for at most; each round ablates those found before."""
 
+LEAST_SHARE = 0.05
+"""Of the largest effect in the role: what a head brings back by noise that it writes is .03 of it in planted circuits,
+what heads that share a role bring back is .1 or more."""
+
 
 @dataclass(frozen=True)
 class RedundantHead:
@@ -53,9 +57,10 @@ class RedundantHeadSearch:
     heads found so far are ablated to their means (in the first round: in the intact model). A candidate joins if, on
     the prompts that test, it still attends so, more than its positional bias explains (`permutation_tests`), and
     counts: with all members and candidates ablated, it alone brings something back; or, with the members ablated, its
-    own ablation costs something. Both have one p-value, as for single heads, corrected over the round's candidates. The
-    first finds heads that share a job, of which any one can be missed; later rounds find backups, which take a role
-    only once its heads are gone. Roles that are tested by renaming tokens (`renamed_tokens`) have a first round only.
+    own ablation costs something, at least `LEAST_SHARE` of what the strongest head of the role does. Both have one
+    p-value, as for single heads, corrected over the round's candidates. The first finds heads that share a job, of
+    which any one can be missed; later rounds find backups, which take a role only once its heads are gone. Roles that
+    are tested by renaming tokens (`renamed_tokens`) have a first round only.
 
     Source: the backups of Wang et al. (2022), "Interpretability in the Wild", §3.4, and the self-repair of McGrath et
     al. (2023), "The Hydra Effect"; restoring one head of an ablated set is the marginal contribution to the empty
@@ -91,11 +96,14 @@ class RedundantHeadSearch:
             mattered = mattering(effects[discovery], self.thresholds)
             matters = {head: p for head, p in causal_p_values(effects[tested]).items() if head in mattered}
             kept = self.significant(role, ablated, matters) & self.attending(role, tested, ablated)
-            joined = {
+            found = {
                 head: RedundantHead(head, number, effect, low, high, head in single)
                 for head, (effect, low, high) in _larger(effects[tested]).items()
-                if head in single or (head in kept and effect >= self.thresholds.effect and low > 0)
+                if head in single or (head in kept and low > 0)
             }
+            strongest = max((each.effect for each in (members | found).values()), default=0.0)
+            least = max(self.thresholds.effect, LEAST_SHARE * strongest)
+            joined = {head: each for head, each in found.items() if each.single or each.effect >= least}
             if not joined:
                 break
             members |= joined

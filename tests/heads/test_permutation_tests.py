@@ -17,6 +17,8 @@ import align_circuits as ac
 from align_circuits.heads import permutation_tests as nulls
 from align_circuits.heads.metrics import TIE
 from align_circuits.heads.permutation_tests import REDRAWS, fixed_offset, p_values
+from align_circuits.papers.recall.task.sequences import FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import Relation
 
@@ -402,6 +404,29 @@ def test_heads_that_prefer_pairs_of_tokens_are_seldom_lookup_heads(attending, ch
 
     small = p_values(attending(attention), prompts, ["lookup"])["lookup"] <= 0.05
     assert small.mean() <= 0.08, "by the keys of other prompts alone it is .11"
+
+
+def test_heads_that_prefer_relation_tokens_and_late_places_are_no_relation_heads(attending):
+    """A sum of both in log attention, drawn for each head, beside heads that look for the last relation token."""
+    world = RecallWorld.small(relation_tokens=True, n_grammar=3)
+    task = FactsTask(world, 4, 5, p_grammar=0.0)
+    prompts = task.sample(24, seed=0)
+    relation, length = prompts.relations["relation"], prompts.mask.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    tokens, places = (2 * torch.randn(40, size, generator=generator) for size in (world.d_vocab, length))
+    share = torch.tensor([0.3, 0.6, 0.9])
+
+    def attention(prompt: int, query: int) -> Tensor:
+        scores = tokens[:, prompts.tokens[prompt]] + places
+        back = torch.arange(length) <= query
+        prefer = scores.masked_fill(~back, -torch.inf).softmax(-1)
+        (key,) = relation.keys_of(prompt)
+        look = prefer[:3] * (1 - share[:, None]) + share[:, None] * (torch.arange(length) == min(key, query))
+        return torch.cat([prefer, look * back / (look * back).sum(1, keepdim=True)])
+
+    found = p_values(attending(attention), prompts, ["relation"])["relation"][0]
+    assert (found[:40] <= 0.05).mean() <= 0.1, "among the keys of other prompts alone it is .30"
+    assert (found[40:] <= 0.001).all()
 
 
 def test_models_in_float64_have_the_same_p_values(random_hf_model, char_tokenizer, prompts):
