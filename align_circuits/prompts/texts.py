@@ -84,7 +84,7 @@ def _doubt(tokenizer: Any, text: str, answer: str, places: Mapping[str, Place]) 
     """What of a text is hardly meant, where a space belongs to the token of the word behind it."""
     if text.endswith(" ") and answer.startswith(" "):
         return "the text ends with a space and the answer begins with another: end the text without"
-    if answer[:1].isalnum() and text[-1].isalnum() and _joins_spaces(tokenizer, answer):
+    if answer[:1].isalnum() and text[-1:].isalnum() and _joins_spaces(tokenizer, answer):
         return (
             f"the answer {answer!r} has no space before it and goes on with the word {text.split()[-1]!r}: give "
             f"{' ' + answer!r}, unless that is meant"

@@ -325,7 +325,9 @@ class Table:
 
     @checked
     def to_array(self, metric: str) -> Float[ndarray, "layer head"]:
-        """Returns `metric` as an array over layers and heads, over all targets where no kind of them was chosen.
+        """Returns `metric` as an array over the layers and heads of the model, over all targets if no kind was chosen.
+
+        Heads without a row are NaN. Where the provenance does not tell the model's size, the rows do.
 
         Raises:
             ValueError: A head has more than one row, or some are estimates: select by the other key columns first.
@@ -333,7 +335,11 @@ class Table:
         table = self.where(metric=metric).of_all_targets().heads()
         table.check_not_mixed()
         table._check_one_row(("layer", "head"))
-        return table.frame.pivot(index="layer", columns="head", values="value").to_numpy(dtype=float)
+        places = table.frame[["layer", "head"]].to_numpy(dtype=int)
+        model = [self.provenance.model.get(name, 0) for name in ("n_layers", "n_heads")]
+        array = np.full(np.maximum(model, places.max(0, initial=-1) + 1), np.nan)
+        array[tuple(places.T)] = table.frame["value"]
+        return array
 
     def over_seeds(self) -> "Table":
         """Returns the mean over seeds of the rows that agree in every key but `seed`, with its 95% interval over seeds.

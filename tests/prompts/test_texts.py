@@ -148,6 +148,8 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_lie():
     with pytest.raises(ValueError, match=r"positions\['gap'\]: no token of text 0 holds the end of 'a '"):
         Prompts.from_texts(["a b"], Other(encoding=trimmed), positions={"gap": "a "})
     refused("text 0 is empty", Prompts.from_texts, [""], Other(encoding={"input_ids": []}))
+    only_bos = Prompts.from_texts([""], TOKENIZER, answer=["a"])
+    assert only_bos.tokens.tolist() == [TOKENIZER("a")["input_ids"]] and only_bos.targets["query_pos"].tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,11 @@ def test_grid():
     assert grid.shape == (2, 2)
     for row in frame_of(made.heads(), metric="b").itertuples():
         assert grid[row.layer, row.head] == row.value
+    one, expected = made.where(layer=1, head=1), np.full((6, 3), np.nan)
+    expected[1, 1] = frame_of(one, metric="b")["value"].iloc[0]
+    for model, shape in (({}, (2, 2)), ({"n_layers": 6, "n_heads": 3}, (6, 3))):  # of the rows, or of the model
+        grid = replace(one, provenance=Provenance("made", model=model)).to_array("b")
+        np.testing.assert_array_equal(grid, expected[: shape[0], : shape[1]])
     doubled = Table(pd.concat([made.frame.assign(step=step) for step in (0, 1)]), made.provenance)
     refused(r"several rows a head: choose one value of step", doubled.to_array, "b")
 
