@@ -16,8 +16,8 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (337, 300),
     "align_circuits/jobs": (1774, 1000),
-    "align_circuits/prompts": (1643, 1300),
-    "align_circuits/tables": (1474, 1100),
+    "align_circuits/prompts": (1653, 1300),
+    "align_circuits/tables": (1493, 1100),
     "align_circuits/tasks": (2358, 2100),
     "align_circuits/models": (3320, 2400),
     "align_circuits/run": (2109, 1500),
@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (2328, 1500),
     "align_circuits/papers": (10759, 8500),
     "hooks": (3870, 2600),
-    "tests": (31973, 20000),
+    "tests": (31983, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -120,8 +120,8 @@ class Prompts:
     positions: Mapping[str, Int[Tensor, " prompt"]] = field(default_factory=dict)
     """Named positions: one column of each prompt, such as `"END"`, which predicts the answer."""
     group: Int[Tensor, " prompt"] | None = None
-    """Which prompts are related (one template, one source): related prompts stay in the same half of a split. None if
-    all are independent."""
+    """Which prompts are related (one template, one source): related prompts stay in the same half of a split. Intervals
+    take all for independent, so of few large groups they are too narrow. None if all are independent."""
 
     def __post_init__(self):
         shape = tuple(self.inputs.shape[:2])
@@ -407,6 +407,14 @@ class Prompts:
                     f"relation {name!r} is for {tuple(relation.key_label.shape)} tokens and these prompts have "
                     f"{tuple(self.mask.shape)}: make it with Relation.from_pairs(..., prompts=prompts)"
                 )
+            prompt, keys = relation.prompt, relation.expand()[0]
+            unlike = self.column("prompt")[relation.target] != prompt
+            unlike |= ~self.mask[prompt, relation.query] | (keys & ~self.mask[prompt]).any(1)
+            if unlike.any():
+                raise ValueError(
+                    f"relation {name!r} was made for other prompts: {int(unlike.sum())} of its {len(unlike)} rows have "
+                    "a query or keys in the padding of these, or a target of another prompt; make it for these prompts"
+                )
         _check_keys(relations)
         named = {name: replace(relation, name=name) for name, relation in relations.items()}
         return replace(self, relations={**self.relations, **named})
@@ -593,23 +601,25 @@ class Prompts:
             raise ValueError(f"corrupted: {len(corrupted)} for {len(clean)} clean texts; give a list with one for each")
         tokenized = tokenize(clean, tokenizer, answer, wrong, positions)
         others = tokenize(corrupted, tokenizer, corrupted_answer, None, None)
-        if same := [index for index, text in enumerate(clean) if text == corrupted[index]]:
+        pairs = [(text, other, other.ids[: other.n_text]) for text, other in zip(tokenized, others, strict=True)]
+        if same := [index for index, (text, _, ids) in enumerate(pairs) if text.ids[: text.n_text] == ids]:
             raise ValueError(
                 f"{len(same)} of {len(clean)} pairs, such as pair {same[0]}, have a corrupted text equal to the clean "
-                "one, where no patch changes anything: change what the answer depends on, or leave them out"
+                "one, token for token, where no patch changes anything: change what the answer depends on, or leave "
+                "them out"
             )
-        for index, (text, other) in enumerate(zip(tokenized, others, strict=True)):
-            check_aligned(index, text, other.ids[: other.n_text], tokenizer)
+        for index, (text, _, ids) in enumerate(pairs):
+            check_aligned(index, text, ids, tokenizer)
         prompts = cls._of_texts(tokenized, tokenizer, groups)
         inputs, own_correct = prompts.inputs.clone(), None
-        for row, (text, other) in enumerate(zip(tokenized, others, strict=True)):
+        for row, (text, _, ids) in enumerate(pairs):
             first = prompts.inputs.shape[1] - len(text.ids)
-            inputs[row, first : first + text.n_text] = torch.tensor(other.ids[: other.n_text])
+            inputs[row, first : first + text.n_text] = torch.tensor(ids)
         strings = {**prompts.token_strings, **text_of(tokenizer, inputs[prompts.mask].unique())}
         if corrupted_answer is not None:
             own = [
                 token
-                for text, other in zip(tokenized, others, strict=True)
+                for text, other, _ in pairs
                 for token in _known(text.ids[text.n_text :], other.ids[other.n_text :])
             ]
             own_token, token = torch.tensor(own), prompts.column("token")

@@ -360,6 +360,8 @@ def test_relations_are_added_by_name():
     assert own.target.max() == 6
     for others in (prompts[:2], *(prompts.select_targets([True] * kept + [False] * (9 - kept)) for kept in (1, 6))):
         refused(r"relation 'mine' is for \(3, 5\) tokens and these prompts have", others.with_relations, mine=own)
+    message = r"relation 'mine' was made for other prompts: \d of its 3 rows have a query or keys in the padding"
+    refused(message, prompts[[2, 1, 0]].with_relations, mine=own)
     with pytest.raises(ValueError, match="relation 'mine': 3 of 3 rows have no key"):
         prompts.with_relations(mine=replace(own, key_value=own.key_value + 5))
 

@@ -253,9 +253,10 @@ def test_what_is_hardly_meant_is_named(byte_bpe_tokenizer, text, answer, positio
 
 def test_pairs_that_are_refused(byte_bpe_tokenizer):
     message = (
-        "1 of 2 pairs, such as pair 1, have a corrupted text equal to the clean one, where no patch changes anything"
+        "1 of 2 pairs, such as pair 1, have a corrupted text equal to the clean one, token for token, where no patch"
     )
-    refused(message, Prompts.from_pairs, ["ab", "cd"], ["ba", "cd"], TOKENIZER, answer=["c", "c"])
+    for other in ("cd", f"{TOKENIZER.bos_token}cd"):  # which the tokenizer begins alike
+        refused(message, Prompts.from_pairs, ["ab", "cd"], ["ba", other], TOKENIZER, answer=["c", "c"])
     with pytest.raises(TypeError, match="corrupted is the text 'ab', not a list"):
         Prompts.from_pairs(["ab"], "ab", TOKENIZER, answer=["c"])
     refused("corrupted: 2 for 1 clean texts", Prompts.from_pairs, ["ab"], ["ab", "ba"], TOKENIZER, answer=["c"])

@@ -190,7 +190,7 @@ def test_top_refuses_several_rows_a_head():
     assert set(kinds.where(kind="first").top("log_prob").frame["kind"]) == {"first"}
     np.testing.assert_array_equal(kinds.to_array("log_prob"), kinds.where(kind="all").to_array("log_prob"))
     placed = Table(pd.concat([made.frame.assign(kind="all", offset=place) for place in (None, 0, 1)]), made.provenance)
-    assert placed.top("log_prob").frame["offset"].isna().all()
+    assert placed.top("log_prob").frame["offset"].isna().to_numpy().all()
     edges = effects("patch_edges", "edge", direction="noise")
     mixed = Table.concat([edges, effects("patch_edges", "edge", direction="denoise")])
     refused("several rows an edge: choose one value of direction with", mixed.top, "log_prob")
