@@ -155,6 +155,14 @@ def test_a_browser_draws_all_of_it_without_error_or_network(page, tmp_path, loca
     assert not browser.opened(page, tmp_path, width=500).overflows
 
 
+def test_on_a_phone_a_figure_of_one_panel_is_seen_whole(written, tmp_path, localization):
+    """Others scroll: a legend, or panels side by side, would be cut."""
+    one = ac.plots.top_heads(localization.table.where(role="align_query", metric="score"), ["score"])
+    page = written(("a", "", one), ("b", "", figures(localization)["scores"]))
+    widths = "() => [...document.querySelectorAll('[role=figure]')].map(it => it.scrollWidth > it.clientWidth)"
+    assert browser.ran(page, tmp_path, widths, width=500)[0] == [False, True]
+
+
 def test_a_table_of_claims_scrolls_by_itself_and_has_no_empty_columns(written, tmp_path):
     checks = [Check("a" * 30 + " " + "b" * 90, Measured(0.7, 0.6, 0.8), ">=", 0.5, Measured(0.1, 0.0, 0.2), "c" * 60)]
     drawn = checks_html(checks)
