@@ -17,6 +17,9 @@ from align_circuits.tables.tables import VALUES, Provenance, Table
 SHOWN = 10
 """The rows that are printed; the report has more and the table all."""
 
+EFFECTS = {"patch", "attribute", "ablate"}
+"""The verbs whose numbers are effects of heads."""
+
 
 @dataclass(frozen=True)
 class Compare(Verb):
@@ -25,7 +28,7 @@ class Compare(Verb):
     first: tyro.conf.Positional[Path]
     """A folder that a verb wrote."""
     second: tyro.conf.Positional[Path]
-    """Another one, of the same verb."""
+    """Another one, of the same verb; patch, attribute and ablate also stand beside each other."""
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
@@ -56,7 +59,7 @@ class Compare(Verb):
             results,
             table,
             settings=table.provenance.settings,
-            title=f"{tables[0].provenance.verb}: two runs",
+            title=f"{' and '.join(dict.fromkeys(table.provenance.verb for table in tables))}: two runs",
             summary=summary,
             sections=sections,
             facts={"A": str(self.first), "B": str(self.second)},
@@ -75,14 +78,20 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
     The numbers of both are in the columns `A` and `B`; what is returned beside says whether the intervals are paired.
     """
     verbs = [table.provenance.verb for table in (first, second)]
-    if verbs[0] != verbs[1] or sorted(first.keys) != sorted(second.keys):
+    if verbs[0] != verbs[1] and not {*verbs} <= EFFECTS:
         raise ValueError(f"a run of {verbs[0]!r} and one of {verbs[1]!r} differ: give two of one verb")
-    keys = first.keys
+    keys = [key for key in first.keys if key in second.keys]
+    first, second = (_by(keys, table) for table in (first, second))
     both: Any = first.frame[[*keys, "value", "n"]].merge(
         second.frame[[*keys, "value", "n"]], on=keys, suffixes=("_a", "_b")
     )
     if not len(both):
-        raise ValueError("the runs have no row in common: compare runs that measure the same heads or targets")
+        apart = [key for key in keys if not {*first.frame[key]} & {*second.frame[key]}]
+        values = [f"{key} ({', '.join(str(table.frame[key].iloc[0]) for table in (first, second))})" for key in apart]
+        raise ValueError(
+            "the runs have no row in common: compare runs that measure the same heads or targets"
+            + (f"; these differ in {', '.join(values)}" if values else "")
+        )
     frame: Any = both[keys].assign(A=both["value_a"], B=both["value_b"], value=both["value_b"] - both["value_a"])
     frame = frame.assign(low=float("nan"), high=float("nan"), n=both[["n_a", "n_b"]].min(axis=1))
     try:
@@ -93,6 +102,17 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
     frame = frame.sort_values("value", key=lambda values: values.abs(), ascending=False, kind="stable")
     made = Provenance("compare", {"A": asdict(first.provenance), "B": asdict(second.provenance)})
     return Table(frame.reset_index(drop=True), made), bool(frame["low"].notna().any())
+
+
+def _by(keys: list[str], table: Table) -> Table:
+    """The rows over all targets, with these keys alone; by the others they must not differ."""
+    if sorted(keys) == sorted(table.keys):
+        return table
+    table = table.of_all_targets()
+    others: Any = table.frame[[key for key in table.keys if key not in keys]]
+    if several := [key for key in others if others[key].nunique(dropna=False) > 1]:
+        raise ValueError(f"a run of {table.provenance.verb!r} has several rows a head, by {', '.join(several)}")
+    return replace(table, frame=table.frame.drop(columns=list(others)))
 
 
 def _differing(table: Table) -> Table:

@@ -154,6 +154,11 @@ class PromptVerb(Verb):
             raise ValueError(f"--threads {self.threads}: give 1 to {MOST_THREADS}, or leave it out")
         options = self.options  # refuses a bad batch size before the model is loaded
         assert options
+        if self.model == "planted" and self.prompts is not None:
+            raise ValueError(
+                "--prompts needs --model, such as smollm2: the planted circuit, which is the default, knows the "
+                "prompts of its task alone"
+            )
         if self.model == "planted":
             names = ("device", "dtype", "device_map", "quantization", "tokenizer", "revision")
             if given := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]:
@@ -211,7 +216,10 @@ class PromptVerb(Verb):
     @property
     def facts(self) -> dict[str, str]:
         """What the report says on top: how many prompts, and the command that repeats the run."""
-        number = str(self.count) if self.prompts is None else f"{self.n or 'all'} of {self.prompts}"
+        number = str(self.count)
+        if self.prompts is not None:
+            lines = sum(map(bool, map(str.strip, self.prompts.read_text(encoding="utf-8").split("\n"))))
+            number = f"{self.n or f'all {lines}'} of {self.prompts}"
         return {"prompts": number, "command": command_line(self.verb, self, type(self)())}
 
     @classmethod

@@ -103,7 +103,7 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["score", "--threads", "99999"], "--threads 99999: give 1 to 1024"),
         (["score", "--style", "marked"], "marked"),
         (["score", "--batch-size", "0"], "batch_size=0"),
-        (["score", "--prompts", "no.jsonl"], "no file 'no.jsonl'"),
+        (["score", "--model", "toy-llama", "--prompts", "no.jsonl"], "no file 'no.jsonl'"),
         (["score", "--tokenizer", "folder"], "leave out --tokenizer"),
         (["localize", "--style", "marked"], "standard style only"),
         (["tune", "--n", "4"], "at least 8 prompts"),
@@ -479,6 +479,8 @@ def test_larger_effects_in_the_other_direction_are_named():
 
 def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
     common = ["--model", "toy-llama", "--prompts", str(pairs_file), "--out", str(tmp_path / "out")]
+    assert main(["ablate", *common[2:]]) == 2
+    assert "--prompts needs --model, such as smollm2" in capsys.readouterr().err
     assert main(["ablate", *common, "--n", "9"]) == 2
     assert "--n 9: " in capsys.readouterr().err
     assert main(["tune", *common]) == 2

@@ -68,6 +68,23 @@ def test_what_is_no_run_and_what_measured_something_else_are_refused(values, tmp
         assert message in error and error.count("\n") == 1
 
 
+def test_estimates_stand_beside_what_they_estimate(values, tmp_path, capsys):
+    """A patch tells kinds of targets apart and names its positions; an attribution does neither."""
+    kinds: Any = pd.concat([HEADS.assign(kind=kind, positions="all") for kind in ("all", "first")])
+    first = run(np.concatenate([values[0], values[0] + 1]), tmp_path / "a", verb="patch", heads=kinds)
+    second = run(values[1], tmp_path / "b", verb="attribute")
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--overwrite", "--out", str(tmp_path / "both")]
+    assert main(command) == 0
+    made: Any = Table.load(tmp_path / "both").frame.sort_values(["layer", "head"])
+    np.testing.assert_allclose(made["A"], first.where(kind="all").frame["value"])
+    np.testing.assert_allclose(made["B"], second.frame["value"])
+    assert made["low"].notna().all()
+    run(values[0], tmp_path / "a", verb="patch", heads=kinds.iloc[:3].assign(positions=["all", "END", "S"]))
+    assert main(command) == 2 and "has several rows a head, by positions" in capsys.readouterr().err
+    run(values[0], tmp_path / "a", verb="attribute", heads=HEADS.assign(metric="kl"))
+    assert main(command) == 2 and "these differ in metric (kl, lookup)" in capsys.readouterr().err
+
+
 def test_the_command_has_only_what_was_set():
     from align_circuits.cli.score_command import Score
     from align_circuits.tasks.seq2seq import Seq2SeqTask

@@ -76,7 +76,7 @@ def test_a_sweep_of_two_workers_is_that_of_one_process(cluster, tmp_path, monkey
 
 def test_what_the_workers_of_a_sweep_refuse_is_said_in_a_line(cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["patch", "--prompts", "no.jsonl", "--out", "x", *cluster]) == 2
+    assert main(["patch", "--model", "toy-llama", "--prompts", "no.jsonl", "--out", "x", *cluster]) == 2
     assert "2 of 2 jobs failed, finished parts are kept: " in (error := capsys.readouterr().err)
     assert "no.jsonl" in error and len(error.splitlines()) <= 3
     assert not (tmp_path / "x").exists()
