@@ -66,7 +66,7 @@ def checked(function: T) -> T:
         try:
             given = known.bind(*args, **kwargs)
         except TypeError as error:
-            names = ", ".join(name for name in known.parameters if name != "self")
+            names = ", ".join(name for name in known.parameters if name not in ("self", "cls"))
             raise WrongArgument(f"{_name(function)}: {error}; it takes {names}") from None
         for name, value in given.arguments.items():
             if isinstance(value, np.generic):  # a number from an array or a table

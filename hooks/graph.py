@@ -123,7 +123,10 @@ class Graph:
 
         Raises:
             KeyError: No sender of that name.
+            ValueError: Neither a name nor a head.
         """
+        if not isinstance(name, str | tuple):
+            raise ValueError(f"{name!r} is no sender: give names or heads, such as ['L1H2', (1, 2), 'M1', 'input']")
         name = name if isinstance(name, str) else describe([head_of(name)])
         hint = f"; {name} reads the residual stream: it is a receiver" if "." in name or name == "logits" else ""
         return _index(name, [sender.name for sender in self.senders], "sender", hint)

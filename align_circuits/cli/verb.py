@@ -18,6 +18,7 @@ from align_circuits.hooks.heads import Head
 from align_circuits.models.loading import BUNDLED, load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.quantization import Quantization
+from align_circuits.prompts.jsonl import read_jsonl
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report.page import write_report
 from align_circuits.report.plots.style import kinds_of
@@ -152,6 +153,8 @@ class PromptVerb(Verb):
         """
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             raise ValueError(f"--threads {self.threads}: give 1 to {MOST_THREADS}, or leave it out")
+        if self.prompts is not None:
+            read_jsonl(self.prompts)  # refuses what is no such file
         options = self.options  # refuses a bad batch size before the model is loaded
         assert options
         if self.model == "planted" and self.prompts is not None:

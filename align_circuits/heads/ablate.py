@@ -14,7 +14,7 @@ from align_circuits.heads.effects import check_screen, edit_effects
 from align_circuits.hooks.edits import Ablate, AblationBaseline, MeansBy, Patch, default_groups, groups_of
 from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
-from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site, is_pattern, name_of
 from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.protocol import HookedModel, model_identity, provenance_of
 from align_circuits.prompts.prompts import Prompts, TokenKind
@@ -131,8 +131,8 @@ def ablation_baseline(
         raise ValueError(f"by={by!r} with how={how!r}: groups of tokens are for 'mean' alone; leave it out")
     if how not in ("zero", "mean", "resample"):
         raise ValueError(f"how={how!r}: choose 'mean', 'resample' or 'zero'")
-    if site not in HEAD_SITES + LAYER_SITES:
-        raise ValueError(f"site={site!r}: choose one of {', '.join(HEAD_SITES + LAYER_SITES)}")
+    if site not in (known := (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)):
+        raise ValueError(f"site={site!r}: choose one of {', '.join(known)}")
     names = [name_of(site, layer) for layer in (range(model.cfg.n_layers) if layers is None else layers)]
     names = names if hook is None else [hook]
     if how == "zero" or not names:

@@ -57,7 +57,7 @@ def tokenize(
     named = {name: _of_each(name, place, len(texts)) for name, place in (positions or {}).items()}
     if answer is not None and END in named:
         raise ValueError(f"positions: {END!r} is the text's last token by itself; take another name")
-    tokenized, doubts = [], {}
+    tokenized, doubts, refused = [], {}, {}
     for index, text in enumerate(texts):
         ids = _ids(tokenizer, text)
         if not ids:
@@ -69,11 +69,18 @@ def tokenize(
             places[END] = len(ids) - 1
         if answer is not None and wrong is not None:
             others = _continuation(tokenizer, index, "wrong answer", text, ids, wrong[index])
-            _check_wrong(tokenizer, index, answered[len(ids) :], others)
+            if apart := _not_comparable(tokenizer, answered[len(ids) :], others):
+                refused[index] = apart
         tokenized.append(TokenizedText(text, answered, len(ids), others, places))
         places_of = {name: place[index] for name, place in named.items()}
         if doubt := _doubt(tokenizer, text, "" if answer is None else answer[index], places_of):
             doubts[index] = doubt
+    if refused:
+        (index, apart), *more = refused.items()
+        also = (
+            f"; so it is with text{'s' * (len(more) > 1)} {', '.join(str(other) for other, _ in more)}" if more else ""
+        )
+        raise ValueError(f"text {index}: {apart}; give answers of equally many tokens that differ in the first{also}")
     if doubts:
         first, doubt = next(iter(doubts.items()))
         warnings.warn(f"{len(doubts)} of {len(texts)} texts, such as text {first}: {doubt}", stacklevel=4)
@@ -210,14 +217,13 @@ def _continuation(tokenizer: Any, index: int, what: str, text: str, ids: list[in
     return both[len(ids) :]
 
 
-def _check_wrong(tokenizer: Any, index: int, right: list[int], wrong: list[int]) -> None:
-    if len(right) != len(wrong) or right[0] == wrong[0]:
-        shown, other = tokenizer.decode(right), tokenizer.decode(wrong)
-        why = "they begin with the same token" if right[:1] == wrong[:1] else f"{len(right)} and {len(wrong)} tokens"
-        raise ValueError(
-            f"text {index}: the answer {shown!r} cannot be compared with the wrong one {other!r}: {why}; give answers "
-            "of equally many tokens that differ in the first"
-        )
+def _not_comparable(tokenizer: Any, right: list[int], wrong: list[int]) -> str | None:
+    """Why an answer cannot be compared with a wrong one, if it cannot."""
+    if len(right) == len(wrong) and right[0] != wrong[0]:
+        return None
+    shown, other = tokenizer.decode(right), tokenizer.decode(wrong)
+    why = "they begin with the same token" if right[:1] == wrong[:1] else f"{len(right)} and {len(wrong)} tokens"
+    return f"the answer {shown!r} cannot be compared with the wrong one {other!r}: {why}"
 
 
 def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, place: Place) -> int:

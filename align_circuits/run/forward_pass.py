@@ -179,7 +179,9 @@ def choose_engine(
 
 def not_fast(reason: str) -> ValueError:
     """Returns the error of a fast engine that does not apply."""
-    return ValueError(f"the fast engine cannot run this model: {reason}; use RunOptions(engine='reference')")
+    return ValueError(
+        f"the fast engine cannot run this model: {reason}; leave the engine at 'auto', or take 'reference'"
+    )
 
 
 def why_silent(model: HookedModel, names: Collection[str], *, by_hooks: bool = False) -> str | None:

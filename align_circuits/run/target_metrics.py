@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from itertools import pairwise
 from math import ceil
 from typing import Any, Literal
@@ -44,6 +45,23 @@ PROMPTS_A_PART = 32
 """Prompts in such a part, rounded up to whole batches where the caller chose their size."""
 
 _LOGITS_AT_ONCE = 2**24
+
+
+def _check_takes_two(metric: Any) -> None:
+    """Raises unless a function of the user's own takes logits and targets.
+
+    Raises:
+        ValueError: It does not.
+    """
+    try:
+        if callable(metric):
+            signature(metric).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"metric {getattr(metric, '__name__', metric)!r}: {error}; a metric takes (logits, targets)"
+        ) from None
+    except ValueError:
+        pass  # a builtin, which tells nothing of its arguments
 
 
 def log_prob(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
@@ -124,6 +142,7 @@ class TargetMetrics:
             if not callable(metric) and metric not in _METRICS:
                 known = ", ".join(map(repr, _METRICS))
                 raise ValueError(f"metric={metric!r}: choose one of {known}, or a function of logits and targets")
+            _check_takes_two(metric)
         names = [name_of_metric(metric) for metric in metrics]  # pyright: ignore[reportArgumentType]
         if twice := [name for i, name in enumerate(names) if name in names[:i]]:
             raise ValueError(f"two metrics are called {twice[0]!r}, which a table cannot tell apart: rename a function")

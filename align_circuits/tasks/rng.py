@@ -20,8 +20,8 @@ class Rng:
     """
 
     def __init__(self, seed: int, purpose: str = ""):
-        if seed < 0:
-            raise ValueError(f"the seed is {seed}: give an integer from 0 up")
+        if not 0 <= seed < 2**63:  # what PyTorch takes
+            raise ValueError(f"the seed is {seed}: give an integer from 0 to 2**63 - 1")
         self._seed, self._purpose = seed, purpose
         self._generators: dict[str, np.random.Generator] = {}
 

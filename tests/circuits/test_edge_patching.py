@@ -1,6 +1,7 @@
 """Edges and paths beside runs that freeze everything else by hooks, one head at a time."""
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -147,6 +148,8 @@ def test_refusals(models, random_hf_model, noise, clean, corrupted):
     ):
         with pytest.raises(KeyError if message.startswith(("no sender", "no rec")) else ValueError, match=message):
             patch_edges(model, noise, edges=edges)
+    with pytest.raises(ValueError, match=r"\['L0H1'\] is no sender: give names or heads, such as"):
+        inspect.unwrap(Graph.sender)(Graph.of(model.cfg), ["L0H1"])  # without the checks of annotations
     with pytest.raises(ValueError, match="none of the receivers comes after"):
         patch_paths(model, noise, senders=["M1"], receivers=["L1H2.q"])
     for wrong, message in (

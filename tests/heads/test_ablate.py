@@ -11,7 +11,7 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
-from align_circuits.hooks.edits import default_groups
+from align_circuits.hooks.edits import default_groups, groups_of
 from align_circuits.prompts.prompts import Prompts
 
 TASK = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
@@ -144,6 +144,15 @@ def test_a_batch_that_fails_is_averaged_once(random_hf_model, char_tokenizer, pr
     assert found.keys() == expected.keys() == {"blocks.0.attn.hook_z", "blocks.1.attn.hook_z"}
     for name, mean in found.items():
         torch.testing.assert_close(mean, expected[name], atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_rotated_keys_have_means_too(llama, prompts):
+    (name, means), *_ = ablation_baseline(llama, prompts, site="rot_k", layers=[1]).means.items()
+    _, cache = llama.run_with_cache(prompts.tokens)
+    kind = groups_of(prompts, "kind")
+    for each in kind[prompts.mask & (prompts.example < prompts.example.amax())].unique():
+        expected = cache[name][(kind == each) & prompts.mask].mean(0)
+        torch.testing.assert_close(means[each], expected, atol=1e-5, rtol=0)
 
 
 def test_refusals(llama, prompts, char_tokenizer):

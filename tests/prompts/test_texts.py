@@ -166,6 +166,7 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_lie():
         ({"positions": {"END": 0}}, ValueError, "'END' is the text's last token by itself"),
         ({"wrong": ["ab", "d"]}, ValueError, "text 0: the answer 'a' cannot be compared .*same token"),
         ({"wrong": ["bc", "d"]}, ValueError, "text 0: the answer 'a' cannot be compared .*1 and 2 tokens"),
+        ({"wrong": ["ab", "cd"]}, ValueError, "text 0: .* differ in the first; so it is with text 1"),
         ({"groups": "ab"}, TypeError, "groups is the text 'ab', not a list"),
         ({"groups": [1]}, ValueError, "groups: 1 for 2 texts"),
         ({"groups": [1, None]}, ValueError, "groups: a text has none"),

@@ -392,6 +392,10 @@ def test_prompts_several_times_over():
     assert again.targets.empty and not prompts.targets.empty
 
 
+def of_one(logits: Tensor) -> Tensor:
+    return logits[:, 0]
+
+
 def of_wrong_shape(logits: Tensor, targets: pd.DataFrame) -> Tensor:  # noqa: ARG001
     return logits
 
@@ -427,6 +431,8 @@ def test_a_function_that_is_no_metric_is_refused_by_its_name(model, halves, metr
         with pytest.raises(ValueError, match=f"metric '{metric.__name__}' {message}"):
             run()
     assert len(ac.patch_heads(model, Pair(*halves, metric=without_gradient), heads=[(0, 0)]))
+    with pytest.raises(ValueError, match=r"metric 'of_one': too many .*; a metric takes \(logits, targets\)"):
+        ac.patch_heads(model, Pair(*halves, metric=of_one), heads=[(0, 0)])
 
 
 @pytest.mark.parametrize(
