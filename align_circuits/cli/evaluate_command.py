@@ -5,7 +5,6 @@ from typing import Literal
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, distinct, interval
-from align_circuits.prompts.prompts import WRONG
 from align_circuits.report import plots
 from align_circuits.run.evaluation import evaluate
 from align_circuits.run.target_metrics import Metric
@@ -21,9 +20,8 @@ class Evaluate(PromptVerb):
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, prompts, _ = self.prepare()
-        usual: tuple[Metric, ...] = ("log_prob", "logit_diff") if WRONG in prompts.targets else ("log_prob",)
-        metrics: list[Metric] = [*dict.fromkeys(("accuracy", *(usual if self.metrics is None else self.metrics)))]
-        table = evaluate(model, prompts, metrics=metrics, options=self.options)
+        chosen: list[Metric] = [*dict.fromkeys(("accuracy", *(self.metrics or ())))]
+        table = evaluate(model, prompts, metrics=chosen if self.metrics else None, options=self.options)
         shown = distinct(table)
         print(shown)
         rows = table.where(metric="accuracy", kind="all", offset=None).frame

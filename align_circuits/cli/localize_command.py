@@ -8,7 +8,6 @@ from align_circuits.cli.sweep_verb import SweepVerb
 from align_circuits.cli.verb import head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.permutation_tests import smallest_p_values
-from align_circuits.hooks.heads import describe
 from align_circuits.report.localize_report import baselines_in_words, save_localization
 from align_circuits.tasks.own_prompts import as_task, first_half
 
@@ -57,8 +56,7 @@ class Localize(SweepVerb):
             print(f"  {role:<12} " + ("   ".join(head_value(row, roles) for row in rows) or "none"))
         print(f"\n  not named, and the tests that failed{'' if result.unnamed else ': no head stands out'}")
         for unnamed in result.unnamed[:MAX_UNNAMED]:
-            large = "large effect, " if unnamed.large else ""
-            print(f"  {describe([unnamed.head]):<12} {large}{unnamed.size}; {unnamed.why}")
+            print(f"  {unnamed}")
         if (more := len(result.unnamed) - MAX_UNNAMED) > 0:
             print(f"  and {more} more, which the report names")
         print("\n" + "\n".join(f"{name}: {numbers}" for name, numbers in baselines_in_words(result).items()))

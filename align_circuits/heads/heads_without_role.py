@@ -8,7 +8,7 @@ import numpy as np
 
 from align_circuits.heads.naming import NamingTests
 from align_circuits.heads.patch import patch_heads
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.models.protocol import HookedModel
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
@@ -24,7 +24,7 @@ GRADIENT_COSTS = 4
 """In passes of the model, about what the estimates of all heads take: no more exact patches than that are estimated."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class UnnamedHead:
     """A head that stands out by its effect or its score but was not named for a role, and why."""
 
@@ -47,6 +47,9 @@ class UnnamedHead:
     """Whether the score is high enough for the role."""
     large: bool
     """Whether the effect is measured and at least `LARGE_EFFECT` of the difference, and its interval leaves out 0."""
+
+    def __repr__(self) -> str:
+        return f"{describe([self.head])}: {'large effect, ' if self.large else ''}{self.size}; {self.why}"
 
     @property
     def size(self) -> str:

@@ -157,6 +157,11 @@ class Prompts:
         shape = f"{len(self)} x {self.inputs.shape[1]} {name}"
         return f"Prompts({shape}, targets={len(self.targets)}, relations={sorted(self.relations)})"
 
+    def __str__(self) -> str:
+        if self.inputs.is_floating_point() or not len(self):
+            return repr(self)
+        return f"{self!r}{', the first of which is' * (len(self) > 1)}:\n{self.text[0]}"
+
     def _repr_html_(self) -> str:
         if self.inputs.is_floating_point():  # vectors have no text
             return html.escape(repr(self))

@@ -12,7 +12,7 @@ from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import provenance_of
-from align_circuits.prompts.prompts import REFERENCES, Prompts
+from align_circuits.prompts.prompts import REFERENCES, WRONG, Prompts
 from align_circuits.run.baselines import SHARES
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import Metric, TargetMetrics, by_kind, means_by_prompt
@@ -28,11 +28,11 @@ def evaluate(
     model: HookedModel,
     prompts: Prompts,
     *,
-    metrics: Sequence[Metric] = ("accuracy", "log_prob"),
+    metrics: Sequence[Metric] | None = None,
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns the model's metrics on the targets, by default accuracy and log-probability, beside references.
+    """Returns the model's metrics on the targets, beside references.
 
     Teacher forcing: each target is predicted from the true tokens before it. A prediction is the argmax over the whole
     vocabulary, and right where the target accepts it: any letter that the true automaton accepts after the true prefix,
@@ -42,7 +42,8 @@ def evaluate(
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets.
         metrics: What is measured, by name or as functions of your own, as `Pair.metric`; `"kl"` is the divergence from
-            the model without the edits.
+            the model without the edits. By default accuracy, log-probability and, where the prompts have wrong answers,
+            the logit difference.
         edits: What is changed while the model runs.
         options: Engine and batch size.
 
@@ -67,6 +68,8 @@ def evaluate(
     """
     if not len(prompts) or prompts.targets.empty:
         raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
+    if metrics is None:
+        metrics = ("accuracy", "log_prob", *(["logit_diff"] if WRONG in prompts.targets else []))
     targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
     values, engine = targets.measure(model, edits, options=options)
     settings = {"metrics": targets.names, **edits_provenance(edits)}

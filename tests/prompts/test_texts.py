@@ -179,6 +179,12 @@ def test_texts_that_are_refused(changes, error, message, monkeypatch):
         Prompts.from_texts(given.pop("texts"), given.pop("tokenizer", TOKENIZER), **given)
 
 
+def test_prompts_are_printed_with_the_first_of_them():
+    prompts = Prompts.from_texts(["ab:", "cd:"], TOKENIZER, answer=["a", "c"])
+    assert str(prompts) == f"{prompts!r}, the first of which is:\n{prompts.text[0]}"
+    assert str(prompts[1]) == f"{prompts[1]!r}:\n{prompts.text[1]}" and str(prompts[:0]) == repr(prompts[:0])
+
+
 def test_pairs_are_halves_with_the_clean_targets():
     clean, corrupted = Prompts.from_pairs(
         ["ab:", "xxxxxcd:"],  # the first is padded by more than its length
