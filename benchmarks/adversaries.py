@@ -137,7 +137,7 @@ def known_pairs(seed: int, n: int = 64) -> Prompts:
         pairs.append((prompt, place))
     answers = [text[-1].lower() for text in texts]
     prompts = Prompts.from_texts(texts, TOKENIZER, answer=answers)
-    last = prompts.tokens.shape[1] - 1
+    last = int(prompts.positions["END"][0])  # the letter that asks; behind it stands the answer
     first = last - 8
     rows = [(prompt, last, [first + 2 * place + 1]) for prompt, place in pairs]
     own = Relation.from_pairs(rows, prompts=prompts, candidates=[first + 1, first + 3, first + 5, first + 7])

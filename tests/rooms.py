@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (2328, 1500),
     "align_circuits/papers": (10759, 8500),
     "hooks": (3870, 2600),
-    "tests": (31983, 20000),
+    "tests": (32045, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -1,5 +1,6 @@
 """`localize` on models made to deceive it: the benchmark runs, names nothing false, and reads its rows again."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,14 @@ import pandas as pd
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/adversaries.py"
+
+
+def test_the_last_letter_of_known_pairs_asks_for_the_letter_behind_its_copy():
+    prompts = runpy.run_path(str(SCRIPT))["known_pairs"](0, n=8)
+    relation = prompts.relations["answer"]
+    assert relation.query.tolist() == prompts.positions["END"].tolist()
+    for row, (prompt, token) in enumerate(zip(relation.prompt.tolist(), prompts.targets["token"], strict=True)):
+        assert prompts.tokens[prompt, relation.keys_of(row)].tolist() == [token]
 
 
 @pytest.mark.slow
