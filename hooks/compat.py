@@ -5,7 +5,7 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.activations import SiLUActivation
 from transformers.masking_utils import AttentionMaskInterface
 
 TESTED = {"transformers": "5.23.0", "transformer-lens": "4.3.0", "torch": "2.13.0"}
@@ -444,20 +445,60 @@ _LIBRARIES = ("transformer_lens", "transformers", "accelerate", "peft", "torch")
 
 def hooked_modules(modules: Sequence[nn.Module]) -> list[str]:
     """Returns the types of modules with a PyTorch hook of the user's, which may change what they compute."""
-    return sorted(
-        {
-            type(module).__name__
-            for module in modules
-            for hooks in (module._forward_hooks, module._forward_pre_hooks)
-            if not all(map(_is_of_library, hooks.values()))
-        }
-    )
+    return sorted({type(module).__name__ for module in modules if _has_own_hook(module)})
 
 
-def _is_of_library(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] in _LIBRARIES
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module's forward pass is the user's: of the class, or put in its place on the module itself."""
+    forward = vars(module).get("forward", type(module).forward)
+    return not _is_of_library(forward, (*_LIBRARIES, "align_circuits"))
+
+
+def of_own_forward(bridge: Any) -> str | None:
+    """Returns the type of a module whose forward pass is the user's, among those that replay runs part by part."""
+    model = wrapped(bridge)
+    layers = [part for block in bridge.blocks for part in (block, component(block), block.attn, component(block.attn))]
+    return next((type(part).__name__ for part in (model, model.base_model, *layers) if has_own_forward(part)), None)
+
+
+def unheard(bridge: Any) -> str | None:
+    """Returns the type of a module with a hook or a forward pass of the user's that the bridge does not call.
+
+    A bridge computes attention and most norms itself, from the weights of Hugging Face's modules. Where the user has
+    changed one of these, a run of two tokens tells.
+    """
+    if not is_bridge(bridge):
+        return None
+    names = ("attn", "ln1", "ln1_post", "ln2", "ln2_post", "ln_final")
+    parts = modules_of(*(getattr(owner, name, None) for owner in (bridge, *bridge.blocks) for name in names))
+    own = {part for part in parts if _has_own_hook(part) or ("forward" in vars(part) and has_own_forward(part))}
+    if not own:
+        return None
+    called: set[nn.Module] = set()
+    handles = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in own]
+    training = [module for module in modules_of(bridge, wrapped(bridge)) if module.training]
+    try:
+        for module in training:
+            module.training = False
+        with torch.no_grad():
+            bridge(torch.zeros(1, 2, dtype=torch.long, device=device_of(wrapped(bridge))))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in training:
+            module.training = True
+    return min((type(module).__name__ for module in own - called), default=None)
+
+
+def _has_own_hook(module: nn.Module) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(map(_is_of_library, hooks))
+
+
+def _is_of_library(function: Any, libraries: Collection[str] = _LIBRARIES) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0] in libraries
 
 
 def settings_of(model: Any, *, persistent: bool = True) -> list[Any]:
@@ -474,11 +515,17 @@ def settings_of(model: Any, *, persistent: bool = True) -> list[Any]:
         for name, value in vars(module).items():
             if name in _HOOKS:
                 state[name] = [hook for hook in _functions_of(value) if not _is_of_library(hook)]
+            elif name == "forward" and has_own_forward(module):
+                state[name] = value
             elif name in ("config", "cfg") and hasattr(value, "__dict__"):
                 if id(value) not in configs:
                     configs[id(value)] = _settings(vars(value))
                 state[name] = configs[id(value)]
-        settings.append((type(module), state | _settings(vars(module))))
+        own = {}
+        if not _is_of_library(type(module), (*_LIBRARIES, "align_circuits")):  # may compute with anything
+            left_out = {"_parameters", "_modules", "_buffers", *_HOOKS, *_USUAL, *_LEFT_BEHIND}
+            own = {name: value for name, value in vars(module).items() if name not in left_out}
+        settings.append((type(module), state | own | _settings(vars(module))))
     return settings
 
 
@@ -874,7 +921,8 @@ def norm(part: Any, residual: Tensor) -> Tensor:
     alone: for narrower types transformers rounds in between. An offloaded weight comes when the module is called.
     """
     module = component(part)
-    if residual.dtype != torch.float32 or not hasattr(module, "variance_epsilon") or module.weight.is_meta:
+    written_out = hasattr(module, "variance_epsilon") and "weight" in module._parameters and not has_own_forward(module)
+    if residual.dtype != torch.float32 or not written_out or module.weight.is_meta:
         return module(residual)
     mean_square = torch.linalg.vector_norm(residual, dim=-1, keepdim=True).square_().div_(residual.shape[-1])
     return torch.mul(residual, mean_square.add_(module.variance_epsilon).rsqrt_()).mul_(module.weight)
@@ -886,7 +934,8 @@ def mlp(part: Any, residual: Tensor) -> Tensor:
     A SwiGLU runs transformers' own operations in its order, but writes over tensors that are not needed again.
     """
     module = component(part)
-    if not hasattr(module, "gate_proj") or module.config.hidden_act != "silu":
+    gated = hasattr(module, "gate_proj") and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
+    if not gated or has_own_forward(module):
         return module(residual)
     gate = nn.functional.silu(module.gate_proj(residual), inplace=True)
     return module.down_proj(gate.mul_(module.up_proj(residual)))

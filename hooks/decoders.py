@@ -132,6 +132,8 @@ def why_no_decoder(model: HookedModel) -> str | None:
         return reason
     if compat.rotating_by_length(modules_in(model)):
         return "its rotary embeddings depend on the length of the prompt, of which replay drops the end"
+    if own := compat.of_own_forward(model):
+        return f"the forward pass of a {own} is not that of transformers, which replay would pass by"
     hooked = compat.hooked_modules(modules_in(model))
     return f"PyTorch hooks are attached to its modules ({hooked[0]}), which replay might not fire" if hooked else None
 

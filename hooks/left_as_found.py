@@ -61,6 +61,12 @@ def leaves_as_found(function: Function) -> Function:
                 try:
                     try:
                         _watched.models = (*outer, (model, {}))
+                        if (part := compat.unheard(model)) is not None:
+                            raise ValueError(
+                                f"a hook or a forward pass of your own on a {part} has no effect, since "
+                                "TransformerLens computes what it does by itself: give model.add_hook a function for "
+                                "a hook point instead"
+                            )
                         for rotary in compat.rotating_by_length(modules):
                             compat.rotate_by_prompt(rotary)
                         signals.open = True

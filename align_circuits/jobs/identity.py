@@ -223,6 +223,8 @@ class _Hashes:
         builtins = names["__builtins__"]
         builtins = vars(builtins) if isinstance(builtins, ModuleType) else builtins
         if chain[0] not in names:
+            if chain[0] in _READING:
+                raise Unidentified(f"what {chain[0]}() finds")
             return _sha("builtin" if chain[0] in builtins else "unknown", chain[0])
         value, path = names[chain[0]], chain[1:]
         while path and isinstance(value, ModuleType) and hasattr(value, path[0]):
@@ -248,6 +250,9 @@ class _Hashes:
         else:
             yield from (self.of(value.columns), *(self.of(value.iloc[:, i]) for i in range(value.shape[1])))
 
+
+_READING = {"open", "globals", "eval", "exec", "__import__"}
+"""Functions of Python that read what no name in the code tells."""
 
 _OF_NO_EFFECT = {
     *("__doc__", "__module__", "__qualname__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__"),

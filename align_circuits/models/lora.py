@@ -39,6 +39,11 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
         raise ValueError(
             "the model has an adapter already: merge it first (merge_and_unload) and load the merged model"
         )
+    if own := next((m for m in original.modules() if "forward" in vars(m) and compat.has_own_forward(m)), None):
+        raise ValueError(
+            f"the model has a forward pass of your own on a {type(own).__name__}, which a copy to tune would share: "
+            "give the module a class of your own, or remove it"
+        )
     if (kind := compat.quantization_of(original)) is not None:
         raise ValueError(
             f"tune takes a model whose weights are whole, not {kind}: load it without quantization; "

@@ -24,7 +24,7 @@ from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_pr
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
-from align_circuits.jobs.identity import identity_of
+from align_circuits.jobs.identity import Unidentified, identity_of
 from align_circuits.jobs.jobs import code_version
 from align_circuits.models.loading import wrapped_in_place
 from align_circuits.models.lora import (
@@ -436,14 +436,18 @@ class _TuningData:
     @property
     def record(self) -> Mapping[str, Any]:
         """What tells the task from others, as JSON: a run goes on only with the task that it began with."""
+        probes = {str(ood): identity_of(prompts) for ood, prompts in self.probes.items()}
         if isinstance(self.task, Seq2SeqTask):
-            return asdict(self.task)
+            return asdict(self.task) | {"probes": probes}  # which tell the tokenizer
         if isinstance(self.task, OwnPrompts):
             learned = self.task.prompts
         else:
             learned = self.task.sample(self.config.prompts_per_step, self.tokenizer)
-        probes = {str(ood): identity_of(prompts) for ood, prompts in self.probes.items()}
-        task = {"task": type(self.task).__name__, "learned": identity_of(learned)}
+        try:
+            own = identity_of(self.task)  # a few prompts do not show all that it draws from
+        except Unidentified:
+            own = None
+        task = {"task": type(self.task).__name__, "identity": own, "learned": identity_of(learned)}
         return {**task, "probes": probes, "roles": [*self.scored]}
 
     @classmethod

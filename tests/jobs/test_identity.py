@@ -10,12 +10,14 @@ import threading
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import align_circuits as ac
 from align_circuits.hooks import compat
@@ -153,7 +155,7 @@ def test_every_verb_asks_for_all_that_its_numbers_rest_on(models, pair, name, tm
         (model, pair, replace(options, batch_size=2)),
         (model, pair, replace(options, engine="reference")),
     ]
-    for change in (turned, narrowed, hooked, swapped):
+    for change in (turned, narrowed, hooked, halved, weighted, swapped):
         cases.append((models(), pair, options))
         change(cases[-1][0])
     names = [named(monkeypatch, verb, *case)[0] for case in cases]
@@ -171,6 +173,32 @@ def narrowed(model: Any) -> None:
 
 def hooked(model: Any) -> None:
     model.original_model.model.norm.register_forward_hook(lambda *given: given[-1] * 2)
+
+
+def halved(model: Any) -> None:
+    model.original_model.model.norm.forward = lambda residual: residual / 2
+
+
+class Weighted(LlamaMLP):
+    """Computes with an object."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        options: Any = self.options
+        return options.weight * super().forward(x)
+
+
+def weighted(model: Any, weight: float = 2.0) -> None:
+    mlp = compat.component(model.blocks[1].mlp)
+    mlp.__class__, mlp.options = Weighted, SimpleNamespace(weight=weight)
+
+
+def test_an_object_that_a_module_of_ones_own_computes_with_counts(models):
+    names = []
+    for weight in (1.0, 2.0, 1.0):
+        model = models()
+        weighted(model, weight)
+        names.append(identity_of(compat.settings_of(model)))
+    assert names[0] == names[2] != names[1]
 
 
 def swapped(model: Any) -> None:
@@ -364,6 +392,13 @@ def test_values_that_are_alike_are_told_apart():
     assert len({identity_of(value) for value in values}) == len(values)
     shared = [1.5]
     assert identity_of([shared, shared]) == identity_of([[1.5], [1.5]])
-    for value in ((each for each in ()), threading.Lock(), sys.modules[__name__], torch.empty(2, device="meta")):
+    reading = (lambda name: open(name), lambda name: globals()[name])  # noqa: SIM115, PTH123 - never called
+    for value in (
+        *reading,
+        (each for each in ()),
+        threading.Lock(),
+        sys.modules[__name__],
+        torch.empty(2, device="meta"),
+    ):
         with pytest.raises(Unidentified):
             identity_of([value])

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_hand_built import hand_built
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import align_circuits as ac
 from align_circuits.heads.ablate import ablation_baseline
@@ -423,6 +425,90 @@ def test_a_hook_of_pytorch_on_any_module_counts(at, random_hf_model):
     assert ran == "fast"
     torch.testing.assert_close(hooked, expected, atol=1e-5, rtol=1e-5)
     assert ((hooked - plain).abs().amax((1, 2)) > 1e-3).all()
+
+
+def scaled(module: Any) -> None:
+    """Gives a module a forward pass of its own, which doubles what it returns."""
+    forward = module.forward
+
+    def double(*args: Any, **options: Any) -> Any:
+        result = forward(*args, **options)
+        return (2 * result[0], *result[1:]) if isinstance(result, tuple) else 2 * result
+
+    module.forward = double
+
+
+class OwnMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def of_class(kind: type) -> Any:
+    return lambda module: setattr(module, "__class__", kind)
+
+
+def with_relu(module: Any) -> None:
+    module.act_fn = nn.ReLU()
+
+
+def pruned(module: Any) -> None:
+    mask = (torch.arange(len(module.weight)) % 3 > 0).float()
+    prune.custom_from_mask(module, "weight", mask)
+    module.weight_orig.data.mul_(3)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("at", "change", "engine"),
+    [
+        ("model.layers.0.mlp", scaled, "replay"),
+        ("model.layers.0.mlp", of_class(OwnMLP), "replay"),
+        ("model.layers.0.mlp", with_relu, "replay"),
+        ("model.layers.0.input_layernorm", scaled, "replay"),
+        ("model.layers.0.input_layernorm", pruned, "replay"),
+        ("model.layers.0", scaled, "fast"),
+        ("model.norm", scaled, "replay"),
+    ],
+)
+def test_a_forward_pass_of_ones_own_counts(at, change, engine, first, random_hf_model):
+    """Of a class or of a module, changed before the model is loaded or after; replay writes few of them out."""
+    prompts, edits = prompts_of(PLAIN, 0), [[], [ac.Ablate([(0, 1)], how="zero")]]
+    hf, plain = random_hf_model("llama"), random_hf_model("llama")
+    part = hf.get_submodule(at)
+    unchanged, _ = logits_of(ac.load(random_hf_model("llama")), prompts, edits, every_row(prompts))
+    if first:
+        change(part)
+    model = ac.load(hf)
+    if not first:
+        change(part)
+    change(plain.get_submodule(at))
+    found, ran = logits_of(model, prompts, edits, every_row(prompts))
+    with torch.no_grad():
+        expected = plain(prompts.tokens).logits.double()
+    rows = every_row(prompts)
+    assert ran == engine
+    torch.testing.assert_close(found[0], expected[rows[0], rows[1]], atol=1e-4, rtol=1e-4)
+    by_hooks, _ = logits_of(model, prompts, edits, rows, engine="reference")
+    torch.testing.assert_close(found, by_hooks, atol=1e-4, rtol=1e-4)
+    assert ((found - unchanged).abs().amax((1, 2)) > 1e-3).all()
+
+
+def hooked(module: Any) -> None:
+    module.register_forward_pre_hook(lambda _module, given: (2 * given[0],))
+
+
+@pytest.mark.parametrize("change", [scaled, hooked])
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [("llama", "model.layers.1.self_attn"), ("gpt2", "transformer.h.1.attn"), ("gpt2", "transformer.ln_f")],
+)
+def test_what_a_bridge_computes_by_itself_cannot_be_changed_on_a_module(kind, at, change, random_hf_model):
+    hf = random_hf_model(kind)
+    part = hf.get_submodule(at)
+    model = ac.load(hf)
+    change(part)
+    with pytest.raises(ValueError, match=f"of your own on a {type(part).__name__} has no effect"):
+        logits_of(model, prompts_of(PLAIN, 0), [[]], every_row(prompts_of(PLAIN, 0)))
 
 
 def test_bfloat16_stays_near(random_hf_model):

@@ -1,10 +1,12 @@
 """Tuning: which weights are trained, adapters loaded elsewhere, probes, killed runs, and bad input."""
 
 import importlib.util
+import json
 import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 from legs import slow_but
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import align_circuits as ac
 from align_circuits.hooks import compat
@@ -430,6 +434,11 @@ def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp
     hook = ("blocks.0.hook_resid_post", lambda value, **_: value)
     with llama.hooks(fwd_hooks=[hook]), pytest.raises(ValueError, match="hooks are attached"):
         run(llama)
+    layer = compat.component(llama.blocks[0])
+    layer.forward = partial(lambda forward, *given, **options: forward(*given, **options), layer.forward)
+    with pytest.raises(ValueError, match="a forward pass of your own on a LlamaDecoderLayer"):
+        run(llama)
+    del layer.forward
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write results"):
         run(llama, out=tmp_path / "file")
@@ -518,6 +527,33 @@ def test_a_run_on_own_prompts_goes_on_only_with_them(llama, char_tokenizer, tmp_
     monkeypatch.setattr("align_circuits.jobs.jobs.versions", lambda: {"torch": "another"})
     with pytest.raises(ValueError, match=r"holds another run \(recipe.code was '\w+', now '\w+'\)"):
         run(llama, prompts, out=tmp_path / "stopped")
+
+
+def test_a_run_goes_on_only_with_all_that_its_prompts_are_drawn_from(llama, folder, char_tokenizer, tmp_path):
+    """A tokenizer with other ids; a pool of texts that differs where neither a probe nor the first batch shows it."""
+
+    class Pool(ac.Task):
+        def __init__(self, answers: str):
+            self.answers = answers
+
+        def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> ac.Prompts:
+            answers = [self.answers[(seed + index) % 7 == 3] for index in range(n)]
+            return ac.Prompts.from_texts(["ab:", "cd:", "ef:"][:n], tokenizer, answer=answers)
+
+    shown = Pool("ab").sample(2, char_tokenizer), Pool("ab").sample(3, char_tokenizer, PROBE_SEED)
+    hidden = Pool("ac").sample(2, char_tokenizer), Pool("ac").sample(3, char_tokenizer, PROBE_SEED)
+    assert [prompts.digest for prompts in shown] == [prompts.digest for prompts in hidden]
+    vocabulary = json.loads(char_tokenizer.backend_tokenizer.to_str())
+    ids = vocabulary["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(vocabulary)), bos_token=char_tokenizer.bos_token
+    )
+    run(llama, out=tmp_path / "task")
+    run(llama, Pool("ab"), out=tmp_path / "pool")
+    for model, task, place in ((ac.load(folder, tokenizer=other), TASK, "task"), (llama, Pool("ac"), "pool")):
+        with pytest.raises(ValueError, match="holds another run"):
+            run(model, task, out=tmp_path / place)
 
 
 def test_any_task_is_tuned_beside_own_prompts(llama, char_tokenizer):
