@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import tyro
 from markupsafe import Markup
@@ -59,7 +60,7 @@ class Each(Verb):
                 f"{first.error.strip().splitlines()[-1]!r}; finished runs are kept, and the same command with --out "
                 f"{results.folder} goes on"
             )
-        tables = [Table.load(run["folder"]) for run in runs]
+        tables = [_table_of(run, rows) for run, rows in zip(runs, done.rows, strict=True)]
         frames = [table.frame.assign(**_keys(run)) for table, run in zip(tables, runs, strict=True)]
         rows: Any = pd.concat(frames, ignore_index=True)
         keys = [*_keys(runs[0]), *(column for column in tables[0].frame if column not in VALUES)]
@@ -87,12 +88,29 @@ class Each(Verb):
             raise ValueError(
                 f"{own[0]} behind the verb: each run has its own; give it, or --models and --seeds, to each"
             )
-        for model, variant, seed in product(self.models or (None,), self.variants, self.seeds):
-            parts = [model or "", variant, f"seed-{seed}"]
-            name = "_".join(part for part in (re.sub(r"[^\w.]+", "-", each).strip("-.") for each in parts) if part)
+        wanted = [*product(self.models or (None,), self.variants, self.seeds)]
+        names = [_folder_name(*each) for each in wanted]
+        for (model, variant, seed), name in zip(wanted, names, strict=True):
+            if names.count(name) > 1:  # "a/b" and "a-b"
+                name += "_" + sha256(repr((model, variant)).encode()).hexdigest()[:8]
             run = {"command": list(self.command), "model": model, "variant": variant, "run_seed": seed}
             read = {word: _contents(Path(word)) for word in _arguments(**run)[1:] if Path(word).exists()}
             yield {**run, "folder": str(inside(folder, name)), "read": read}
+
+
+def _folder_name(model: str | None, variant: str, seed: int) -> str:
+    parts = [model or "", variant, f"seed-{seed}"]
+    return "_".join(part for part in (re.sub(r"[^\w.]+", "-", each).strip("-.") for each in parts) if part)
+
+
+def _table_of(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The table in the folder of a run that is done; made anew if another command has written there meanwhile."""
+    folder = Path(run["folder"])
+    made = pd.DataFrame(rows, columns=["value"])["value"].to_numpy(dtype=float)
+    there = Table.load(folder) if (folder / "provenance.json").is_file() else None
+    if there is None or not np.array_equal(there.frame["value"].to_numpy(dtype=float), made, equal_nan=True):
+        run_once(**run)
+    return Table.load(folder)
 
 
 def run_once(

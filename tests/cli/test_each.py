@@ -58,6 +58,31 @@ def test_variants_are_columns():
     assert (made["settings"]["task"]["x_len"], made["settings"]["task"]["style"]) == (3, "pre-aligned")
 
 
+def test_runs_whose_names_are_alike_have_folders_of_their_own():
+    Path("a").mkdir()
+    for place, answer in (("a/p.jsonl", "b"), ("a-p.jsonl", "c")):
+        lines = [json.dumps({"text": text, "answer": answer}) for text in ("ab:", "cd:")]
+        Path(place).write_text("\n".join(lines))
+        assert main(["evaluate", "--model", "tiny", "--prompts", place, "--out", f"alone-{answer}"]) == 0
+    variants = ["--variants", "prompts=a/p.jsonl", "prompts=a-p.jsonl"]
+    assert main(["each", *variants, "--out", "run", "--", "evaluate", "--model", "tiny"]) == 0
+    table = Table.load("run")
+    for variant, answer in (("prompts=a/p.jsonl", "b"), ("prompts=a-p.jsonl", "c")):
+        found: Any = table.where(variant=variant).frame["value"]
+        alone: Any = Table.load(f"alone-{answer}").frame["value"]
+        pd.testing.assert_series_equal(found, alone)
+
+
+def test_a_command_given_again_after_another_one_in_its_folder_has_its_own_numbers():
+    tables = []
+    for n in ("4", "6", "4"):
+        verb = ["evaluate", "--model", "tiny", "--x-len", "3", "--n-examples", "3", "--n", n]
+        assert main(["each", "--out", "run", "--overwrite", "--", *verb]) == 0
+        tables.append(Table.load("run").frame)
+    pd.testing.assert_frame_equal(tables[0], tables[2])
+    assert not tables[0]["n"].equals(tables[1]["n"])
+
+
 def test_a_run_that_fails_is_named_and_the_others_are_kept(capsys):
     command = ["each", "--models", "nowhere/at/all", "planted", "--out", "run", "--", "score", *SMALL]
     assert main(command) == 2
