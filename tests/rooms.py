@@ -17,7 +17,7 @@ ROOMS = {
     "align_circuits": (345, 300),
     "align_circuits/jobs": (1779, 1000),
     "align_circuits/prompts": (1664, 1300),
-    "align_circuits/tables": (1493, 1100),
+    "align_circuits/tables": (1520, 1100),
     "align_circuits/tasks": (2358, 2100),
     "align_circuits/models": (3325, 2400),
     "align_circuits/run": (2133, 1500),
@@ -26,10 +26,10 @@ ROOMS = {
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (2089, 1700),
     "align_circuits/training": (2026, 1400),
-    "align_circuits/cli": (2383, 1500),
+    "align_circuits/cli": (2401, 1500),
     "align_circuits/papers": (10759, 8500),
     "hooks": (3930, 2600),
-    "tests": (32202, 20000),
+    "tests": (32247, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,9 @@ PER_PROMPT = "values.safetensors"
 
 BASELINES = "baselines"
 """The folder within that of a table that holds its baselines."""
+
+_TEXTS = "texts"
+"""The entry of a saved provenance with the key columns that hold texts which look like numbers or like nothing."""
 
 _LEVELS = ("interchange_accuracy", "interchange")
 """Verbs whose numbers are metrics of edited runs, not changes of them."""
@@ -73,6 +77,7 @@ class Provenance:
         """
         try:
             given = json.loads(text)
+            given.pop(_TEXTS, None)
             for name, value in given.items():
                 if not isinstance(value, str if name in ("verb", "engine") else dict):
                     raise TypeError(f"{name} is {value!r}")
@@ -399,13 +404,16 @@ class Table:
             raise ValueError(f"tables with different key columns: {self.keys} and {other.keys}")
         # merge pairs missing keys with missing keys, which an index does not
         places = other.frame[self.keys].assign(_place=np.arange(len(other)))
-        paired = self.frame[self.keys].merge(places, how="left", on=self.keys)["_place"]
+        try:
+            paired = self.frame[self.keys].merge(places, how="left", on=self.keys)["_place"]
+        except ValueError as error:  # pandas's words
+            raise ValueError(f"the tables have keys of different types: {error}") from error
         if len(self) != len(other) or sorted(paired.fillna(-1)) != list(range(len(other))):
             raise ValueError(
                 "the tables do not hold the same rows: select the same keys with .where(...) on both sides"
             )
         right = other._rows(paired.to_numpy(dtype=int))
-        same = _same_data(self, other)
+        same = _same_data(self, other) and bool(self.provenance.data)
         low = high = np.full(len(self), np.nan)
         if same and self.values is not None and right.values is not None:
             low, high = stats.mean_interval(self.values, self.weights, minus=(right.values, right.weights))  # pyright: ignore[reportArgumentType]
@@ -521,7 +529,10 @@ class Table:
             if per_prompt and self.values is not None and self.weights is not None:
                 tensors = {"values": _narrow(self.values), "weights": _narrow(_one_if_equal(self.weights))}
                 save_file(tensors, new / PER_PROMPT)
-            (new / "provenance.json").write_text(self.provenance.to_json(), encoding="utf-8")
+            made = json.loads(self.provenance.to_json())
+            if texts := _texts_like_numbers(self.frame):
+                made[_TEXTS] = texts
+            (new / "provenance.json").write_text(json.dumps(made, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             if self.baselines is not None:
                 self.baselines.save(new / BASELINES, compress=compress, per_prompt=per_prompt)
             if self.call is not None:
@@ -545,11 +556,17 @@ class Table:
                 f"no table in {str(folder)!r}: {' and '.join(missing)} missing; give a folder that Table.save wrote"
             )
         try:
-            provenance = Provenance.from_json((folder / "provenance.json").read_text(encoding="utf-8"))
+            made = (folder / "provenance.json").read_text(encoding="utf-8")
+            provenance = Provenance.from_json(made)
         except ValueError as error:
             raise ValueError(f"{str(folder / 'provenance.json')!r}: {error}") from error
         try:
-            table = cls(pd.read_csv(path), provenance)
+            texts: list[str] = json.loads(made).get(_TEXTS, [])
+            frame = pd.read_csv(path)
+            if texts:
+                read: Any = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=[""])
+                frame = frame.assign(**{name: read[name].astype(object) for name in texts})
+            table = cls(frame, provenance)
             table.frame[list(VALUES)].astype(float)
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"{str(path)!r} is no table ({error}): give what Table.save wrote") from error
@@ -621,6 +638,16 @@ class Table:
     def _rows(self, index: ndarray) -> "Table":
         kept = {name: None if (part := getattr(self, name)) is None else part[index] for name in ("values", "weights")}
         return replace(self, frame=self.frame.iloc[index].reset_index(drop=True), **kept)
+
+
+def _texts_like_numbers(frame: pd.DataFrame) -> list[str]:
+    """The columns of texts that pandas would read as something else, such as "1" or "None"."""
+    found: list[str] = []
+    for name in (name for name in frame if pd.api.types.infer_dtype(frame[name], skipna=True) == "string"):
+        texts = pd.Series(frame[name].dropna().unique(), dtype=object)
+        if [*pd.read_csv(StringIO(texts.to_frame("text").to_csv(index=False)))["text"]] != [*texts]:
+            found.append(str(name))
+    return found
 
 
 def _same_data(one: Table, other: Table) -> bool:

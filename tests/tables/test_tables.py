@@ -224,6 +224,15 @@ def test_grid():
     refused(r"several rows a head: choose one value of step", doubled.to_array, "b")
 
 
+def test_tables_without_prompts_are_not_paired():
+    """As of steps of emergence, whose values are those of runs."""
+    made = table()
+    other = replace(made, provenance=Provenance("emergence"))
+    assert np.isnan((other - other).frame["low"].to_numpy()).all()
+    named = replace(made, frame=made.frame.assign(name="1"))
+    refused("keys of different types", named.__sub__, replace(made, frame=made.frame.assign(name=1)))
+
+
 def test_a_difference_is_paired_by_keys_and_prompts():
     left, right = table(seed=0), table(seed=1)
     order = np.random.default_rng(0).permutation(12)
@@ -391,6 +400,17 @@ def test_save_and_load(tmp_path):
     pd.testing.assert_frame_equal(loaded.frame, made.frame, check_exact=True)
     assert loaded.provenance == made.provenance
     assert json.loads((tmp_path / "out" / "provenance.json").read_text())["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+    "names", [["None", "NA"], ["1", "2"], ["1.10", "1.1"], ["01", "1"], ["True", "nan"], ["a", None]]
+)
+def test_names_stay_texts(tmp_path, names):
+    frame = pd.DataFrame({"name": names, "step": [1, 2], "value": [0.1, 0.2], "low": np.nan, "high": np.nan, "n": 1})
+    Table(frame, Provenance("made")).save(tmp_path)
+    loaded = Table.load(tmp_path)
+    assert [None if pd.isna(name) else name for name in loaded.frame["name"]] == names
+    assert loaded.frame["step"].tolist() == [1, 2] and loaded.provenance == Provenance("made")
 
 
 @pytest.mark.parametrize("exact", [True, False])
