@@ -343,7 +343,8 @@ def merged_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
             base: Any = layer.base_layer
             plain = type(layer) is Linear and not (layer.merged or layer.disable_adapters or layer.lora_variant)
             wide = base.weight.dtype in (torch.float32, torch.float64) and not base.weight.is_meta
-            if plain and wide and not is_hooked(layer) and not any(layer.lora_bias.values()):
+            hooked = any(map(is_hooked, (layer, *layer.lora_A.values(), *layer.lora_B.values())))
+            if plain and wide and not hooked and not any(layer.lora_bias.values()):
                 replaced.append((layer, base, base.weight))
                 base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
                 with torch.no_grad():

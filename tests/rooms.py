@@ -28,8 +28,8 @@ ROOMS = {
     "align_circuits/training": (2026, 1400),
     "align_circuits/cli": (2401, 1500),
     "align_circuits/papers": (10759, 8500),
-    "hooks": (3930, 2600),
-    "tests": (32247, 20000),
+    "hooks": (3931, 2600),
+    "tests": (32248, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
