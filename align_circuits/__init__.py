@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from align_circuits.prompts.relations import Relation as Relation
     from align_circuits.report import plots as plots
     from align_circuits.report.explorer import explore as explore
+    from align_circuits.run.evaluation import answers as answers
     from align_circuits.run.evaluation import evaluate as evaluate
     from align_circuits.run.options import RunOptions as RunOptions
     from align_circuits.run.pairs import Pair as Pair
@@ -66,7 +67,7 @@ _PUBLIC = {
     "prompts.relations": ("Relation",),
     "report": ("plots",),
     "report.explorer": ("explore",),
-    "run.evaluation": ("evaluate",),
+    "run.evaluation": ("answers", "evaluate"),
     "run.options": ("RunOptions",),
     "run.pairs": ("Pair",),
     "tables.emergence_times": ("emergence_step",),

@@ -14,22 +14,22 @@ ROOT = Path(__file__).parents[1]
 SLACK = 1.1
 
 ROOMS = {
-    "align_circuits": (345, 300),
+    "align_circuits": (346, 300),
     "align_circuits/jobs": (1779, 1000),
     "align_circuits/prompts": (1664, 1300),
     "align_circuits/tables": (1520, 1100),
     "align_circuits/tasks": (2358, 2100),
     "align_circuits/models": (3325, 2400),
-    "align_circuits/run": (2133, 1500),
+    "align_circuits/run": (2174, 1500),
     "align_circuits/heads": (4036, 2600),
     "align_circuits/circuits": (1268, 1100),
     "align_circuits/localizers": (528, 500),
-    "align_circuits/report": (2089, 1700),
+    "align_circuits/report": (2071, 1700),
     "align_circuits/training": (2026, 1400),
-    "align_circuits/cli": (2401, 1500),
+    "align_circuits/cli": (2407, 1500),
     "align_circuits/papers": (10759, 8500),
     "hooks": (3931, 2600),
-    "tests": (32248, 20000),
+    "tests": (32264, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -1,12 +1,13 @@
 """`align-circuits evaluate`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, distinct, interval
 from align_circuits.report import plots
-from align_circuits.run.evaluation import evaluate
+from align_circuits.report.page import Section
+from align_circuits.run.evaluation import answers, evaluate
 from align_circuits.run.target_metrics import Metric
 
 
@@ -26,13 +27,18 @@ class Evaluate(PromptVerb):
         print(shown)
         rows = table.where(metric="accuracy", kind="all", offset=None).frame
         accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}
+        sections: list[Section] = [("Accuracy", "", plots.accuracy(table)), ("All numbers", "", shown)]
+        if self.prompts is not None:
+            found: Any = answers(model, prompts, options=self.options)
+            ends = [f"…{text[-60:]}" if len(text) > 60 else text for text in prompts.text]
+            found.insert(1, "text", [ends[prompt] for prompt in found["prompt"]])
+            wrong = found[~found["right"]]
+            rows = wrong.head(5).to_dict("records")
+            print("".join(f"\n  {row['answer']!r}, not {row['target']!r}: {row['text']}" for row in rows))
+            found = found.sort_values(["right", "p"], kind="stable").head(200)
+            page = found.to_html(index=False, border=0, float_format="{:.2f}".format)
+            sections.insert(1, ("Answers", "Wrong ones first.", f'<div class="wide">{page}</div>'))
         summary = f"{accuracy['model']} of all target tokens are correct"
         if "history" in accuracy:
             summary += f"; the history ceiling, which needs no alignment, is {accuracy['history']}"
-        self.finish(
-            results,
-            table,
-            title=f"Accuracy of {self.model}",
-            summary=f"{summary}.",
-            sections=[("Accuracy", "", plots.accuracy(table)), ("All numbers", "", shown)],
-        )
+        self.finish(results, table, title=f"Accuracy of {self.model}", summary=f"{summary}.", sections=sections)

@@ -6,10 +6,8 @@ from typing import Any
 from uuid import uuid4
 
 import pandas as pd
-import torch
 import traitlets
 from anywidget import AnyWidget
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.heads.ablate import ablation_baseline
@@ -20,9 +18,8 @@ from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import Html, readable, rendered
 from align_circuits.report.attention_view import AttentionView
-from align_circuits.run.edited_runs import run_edited
+from align_circuits.run.evaluation import answers
 from align_circuits.run.options import RunOptions
-from align_circuits.run.target_metrics import TargetMetrics
 
 
 class Explorer(AnyWidget):
@@ -122,28 +119,13 @@ class Explorer(AnyWidget):
         """A table of the targets, and of what the model predicts with and without the ablated heads."""
         heads = [head_of(name) for name in self.ablated]
         runs = {"intact": []} | ({f"without {', '.join(self.ablated)}": self._edits(heads)} if heads else {})
-        target, predicted = prompt.column("token"), torch.zeros(len(runs), len(prompt.targets), dtype=torch.long)
-        metrics = TargetMetrics.of(prompt, ("accuracy", "prob"))
-        numbers = torch.zeros(len(runs), 2, len(prompt.targets))
-
-        def keep(index: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
-            predicted[index, rows] = logits.argmax(-1).cpu()
-            numbers[index, :, rows] = metrics.numbers(logits, rows).float().cpu()
-
-        run_edited(
-            self._model,
-            prompt,
-            list(runs.values()),
-            prompt=prompt.column("prompt"),
-            query=prompt.column("query_pos"),
-            on_logits=keep,
-            options=self._options,
-        )
-        texts = [[readable(prompt.string_of(int(token))) for token in tokens] for tokens in (target, *predicted)]
-        columns = {"target": texts[0]}
-        for name, text, (right, p) in zip(runs, texts[1:], numbers, strict=True):
-            columns[name] = [f"{t}{'' if r else ' ✗'}" for t, r in zip(text, right.tolist(), strict=True)]
-            columns[f"p, {name}"] = [f"{value:.2f}" for value in p.tolist()]
+        columns: dict[str, list[str]] = {}
+        for name, edits in runs.items():
+            found = answers(self._model, prompt, edits=edits, options=self._options)
+            columns.setdefault("target", list(map(readable, found["target"])))
+            marked = zip(found["answer"], found["right"], strict=True)
+            columns[name] = [f"{readable(text)}{'' if right else ' ✗'}" for text, right in marked]
+            columns[f"p, {name}"] = [f"{value:.2f}" for value in found["p"]]
         return Html(pd.DataFrame(columns).to_html(index=False, border=0))
 
     def _edits(self, heads: Sequence[Head]) -> list[Edit]:

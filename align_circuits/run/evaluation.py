@@ -4,16 +4,19 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from numpy import ndarray
+from torch import Tensor
 
 from align_circuits.checks import checked
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import provenance_of
-from align_circuits.prompts.prompts import REFERENCES, WRONG, Prompts
+from align_circuits.prompts.prompts import REFERENCES, WRONG, Prompts, text_of
 from align_circuits.run.baselines import SHARES
+from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import Metric, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.tables import Provenance, Table
@@ -74,6 +77,44 @@ def evaluate(
     values, engine = targets.measure(model, edits, options=options)
     settings = {"metrics": targets.names, **edits_provenance(edits)}
     return evaluation_table(targets, values[:, 0], provenance_of("evaluate", model, prompts, engine, settings))
+
+
+@checked
+@leaves_as_found
+def answers(
+    model: HookedModel, prompts: Prompts, *, edits: Sequence[Edit] = (), options: RunOptions = RunOptions()
+) -> pd.DataFrame:
+    """Returns what the model answers at each target: its most likely token, beside the right one.
+
+    Args:
+        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
+        prompts: Prompts with targets.
+        edits: What is changed while the model runs.
+        options: Engine and batch size.
+
+    Returns:
+        A row for each target, with `prompt`, `target` (the right token) and `p`, its probability; `answer`, the most
+        likely token, and `p_answer`; and `right`, whether accuracy counts it as right.
+
+    Raises:
+        ValueError: No targets, or prompts that do not fit the model.
+    """
+    targets = TargetMetrics.of(prompts, ("prob", "accuracy"))
+    token, numbers = torch.zeros_like(targets.token), torch.zeros(3, len(targets.token))
+
+    def keep(rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
+        best = logits.softmax(1).max(1)
+        token[rows] = best.indices.cpu()
+        numbers[:, rows] = torch.stack([*targets.numbers(logits, rows), best.values]).float().cpu()
+
+    forward(model, prompts, prompt=targets.prompt, query=targets.query, on_logits=keep, edits=edits, options=options)
+    p, right, p_answer = numbers.tolist()
+    tokenizer = getattr(model, "tokenizer", None)  # which knows tokens that the prompts do not hold
+    texts = text_of(tokenizer, token.unique()) if tokenizer is not None else {}
+    answer = [texts.get(each, prompts.string_of(each)) for each in token.tolist()]
+    target = [prompts.string_of(each) for each in targets.token.tolist()]
+    columns = {"prompt": targets.prompt, "target": target, "p": p, "answer": answer, "p_answer": p_answer}
+    return pd.DataFrame({**columns, "right": np.array(right, dtype=bool)})
 
 
 def evaluation_table(targets: TargetMetrics, values: Float[ndarray, "metric target"], provenance: Provenance) -> Table:

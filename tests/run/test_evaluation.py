@@ -13,7 +13,7 @@ from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.run import target_metrics
-from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
+from align_circuits.run.evaluation import ALL_OFFSETS, answers, evaluate
 from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -105,6 +105,19 @@ def test_any_metric(llama, prompts):
         assert found == pytest.approx(float(values.mean()), abs=1e-5)
     edited = evaluate(llama, prompts, metrics=["kl"], edits=[Ablate([(0, 0)], how="zero")])
     assert value(edited, metric="kl", kind="all", offset=ALL_OFFSETS) > 1e-4
+
+
+def test_answers_are_the_most_likely_tokens(llama, prompts):
+    found = answers(llama, prompts)
+    p = llama(prompts.tokens, attention_mask=prompts.mask.long()).detach().softmax(-1)
+    for row, target in zip(found.to_dict("records"), prompts.targets.to_dict("records"), strict=True):
+        at = p[target["prompt"], target["query_pos"]]
+        assert row["prompt"] == target["prompt"] and row["target"] == prompts.string_of(target["token"])
+        assert row["answer"] == llama.tokenizer.decode([int(at.argmax())])
+        assert row["p_answer"] == pytest.approx(float(at.max()), abs=1e-5)
+        assert row["p"] == pytest.approx(float(at[target["token"]]), abs=1e-5)
+    accuracy = evaluate(llama, prompts).where(predictor="model", metric="accuracy", kind="all", offset=None)
+    assert found["right"].mean() == pytest.approx(accuracy.frame["value"].item(), abs=1e-6)
 
 
 def test_some_predictions_of_each_sort_are_there(llama, prompts):
