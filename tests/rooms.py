@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (2407, 1500),
     "align_circuits/papers": (10759, 8500),
     "hooks": (3931, 2600),
-    "tests": (32264, 20000),
+    "tests": (32269, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

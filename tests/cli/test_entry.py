@@ -61,8 +61,13 @@ def test_every_public_name_resolves_where_type_checkers_see_it():
     with pytest.raises(AttributeError, match="no attribute 'scores'"):
         ac.scores  # pyright: ignore[reportAttributeAccessIssue] # noqa: B018
     folders = {path.parent.name for path in Path(ac.__file__).parent.glob("*/__init__.py")}
-    files = {path.stem for path in Path(ac.__file__).parent.glob("*.py")} - {"__init__"}
+    files = {path.stem for path in Path(ac.__file__).parent.glob("*.py")} - {"__init__", "__main__"}
     assert {*ac._ROOMS} == (folders | files) - {"beyond", "validation"}, "which a checkout alone has"
+
+
+def test_python_runs_the_package_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "align_circuits", "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("align-circuits ") and done.returncode == 0
 
 
 def test_a_closed_pipe_is_no_error():
