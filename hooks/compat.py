@@ -463,13 +463,16 @@ def of_own_forward(bridge: Any) -> str | None:
 
 
 def unheard(bridge: Any) -> str | None:
-    """Returns the type of a module with a hook or a forward pass of the user's that the bridge does not call.
+    """Returns what the user has changed and the bridge does not call: a module's hook or forward pass, by its type.
 
     A bridge computes attention and most norms itself, from the weights of Hugging Face's modules. Where the user has
-    changed one of these, a run of two tokens tells.
+    changed one of these, a run of two tokens tells. Attention functions of the user's are never called.
     """
     if not is_bridge(bridge):
         return None
+    name = wrapped(bridge).config._attn_implementation
+    if not _is_of_library(AttentionInterface().get(name), (*_LIBRARIES, "builtins", "align_circuits")):
+        return f"model whose attention is {name!r}"
     names = ("attn", "ln1", "ln1_post", "ln2", "ln2_post", "ln_final")
     parts = modules_of(*(getattr(owner, name, None) for owner in (bridge, *bridge.blocks) for name in names))
     own = {part for part in parts if _has_own_hook(part) or ("forward" in vars(part) and has_own_forward(part))}

@@ -63,7 +63,7 @@ def leaves_as_found(function: Function) -> Function:
                         _watched.models = (*outer, (model, {}))
                         if (part := compat.unheard(model)) is not None:
                             raise ValueError(
-                                f"a hook or a forward pass of your own on a {part} has no effect, since "
+                                f"a hook, a forward pass or attention of your own on a {part} has no effect, since "
                                 "TransformerLens computes what it does by itself: give model.add_hook a function for "
                                 "a hook point instead"
                             )

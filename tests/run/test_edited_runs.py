@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from random_hand_built import hand_built
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import align_circuits as ac
@@ -509,6 +510,20 @@ def test_what_a_bridge_computes_by_itself_cannot_be_changed_on_a_module(kind, at
     change(part)
     with pytest.raises(ValueError, match=f"of your own on a {type(part).__name__} has no effect"):
         logits_of(model, prompts_of(PLAIN, 0), [[]], every_row(prompts_of(PLAIN, 0)))
+
+
+def test_an_attention_function_of_ones_own_is_refused(random_hf_model):
+    hf = random_hf_model("llama")
+    model, rows = ac.load(hf), every_row(prompts_of(PLAIN, 0))
+    AttentionInterface.register("mine", lambda _module, query, *_, **__: (torch.zeros_like(query).mT, None))
+    try:
+        hf.set_attn_implementation("mine")
+        with pytest.raises(ValueError, match="of your own on a model whose attention is 'mine' has no effect"):
+            logits_of(model, prompts_of(PLAIN, 0), [[]], rows)
+        hf.set_attn_implementation("sdpa")
+        logits_of(model, prompts_of(PLAIN, 0), [[]], rows)
+    finally:
+        AttentionInterface._global_mapping.pop("mine")
 
 
 def test_bfloat16_stays_near(random_hf_model):
