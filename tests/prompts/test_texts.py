@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
-from align_circuits.prompts.prompts import WRONG, Prompts
+from align_circuits.prompts.prompts import WRONG, Prompts, TokenKind
 from align_circuits.prompts.relations import IGNORE
 from align_circuits.prompts.texts import TokenizedText, check_aligned, tokenize
 from align_circuits.run.pairs import check_pair
@@ -355,3 +355,10 @@ def test_bytes_of_sentencepiece_are_drawn_as_characters(sentencepiece_tokenizer)
     assert prompts.text == [" the é 你🙂 cat 你"]
     assert [parts[prompts.positions[name]] for name in ("é", "🙂")] == ["é⟨2/2⟩", "🙂⟨4/4⟩"]
     assert Prompts.from_texts(texts[1:], sentencepiece_tokenizer).text == [" the 👩‍👧"], "joiners stay"
+
+
+def test_the_token_that_begins_a_text_is_of_its_own_kind():
+    prompts = Prompts.from_texts(["abc", "ab"], TOKENIZER, answer=["d", "e"])
+    first = prompts.mask.int().argmax(1)
+    assert prompts.tokens[[0, 1], first].tolist() == [TOKENIZER.bos_token_id] * 2
+    assert (prompts.token_kinds == TokenKind.BOS).nonzero().tolist() == [[0, int(first[0])], [1, int(first[1])]]
