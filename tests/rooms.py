@@ -16,20 +16,20 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (346, 300),
     "align_circuits/jobs": (1779, 1000),
-    "align_circuits/prompts": (1667, 1300),
-    "align_circuits/tables": (1520, 1100),
+    "align_circuits/prompts": (1670, 1300),
+    "align_circuits/tables": (1539, 1100),
     "align_circuits/tasks": (2358, 2100),
     "align_circuits/models": (3325, 2400),
-    "align_circuits/run": (2174, 1500),
-    "align_circuits/heads": (4036, 2600),
-    "align_circuits/circuits": (1268, 1100),
+    "align_circuits/run": (2177, 1500),
+    "align_circuits/heads": (4038, 2600),
+    "align_circuits/circuits": (1269, 1100),
     "align_circuits/localizers": (528, 500),
     "align_circuits/report": (2071, 1700),
     "align_circuits/training": (2026, 1400),
     "align_circuits/cli": (2407, 1500),
     "align_circuits/papers": (10759, 8500),
     "hooks": (3934, 2600),
-    "tests": (32291, 20000),
+    "tests": (32378, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

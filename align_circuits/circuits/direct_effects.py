@@ -156,10 +156,11 @@ def function_vectors(
     keys = with_level(pd.DataFrame(selected, columns=["layer", "head"])).assign(metric="function_vector")
     provenance = provenance_of("function_vectors", model, pairs[0].clean, engine, {"tasks": tasks})
     values, weights = effects[0]
+    group = pairs[0].clean.group
     if len(pairs) > 1:
         values = np.stack([weighted_mean(*of_task) for of_task in effects], axis=1)
-        weights = np.ones_like(values)
-    return Table.from_prompts(keys, values, weights, provenance, bounded=False)
+        weights, group = np.ones_like(values), None
+    return Table.from_prompts(keys, values, weights, provenance, bounded=False, group=group)
 
 
 @checked

@@ -96,7 +96,7 @@ def effects_table(
         estimated, found = keys["estimated"].to_numpy(), estimates.reshape(means.shape)
         means[estimated] = found[estimated]
         weights[estimated & np.isnan(found).all(1)] = 0  # a metric without a gradient rests on no target
-    return Table.from_prompts(keys, means, weights, provenance, bounded=False)
+    return Table.from_prompts(keys, means, weights, provenance, bounded=False, group=targets.prompts.group)
 
 
 def check_screen(share: float | None, sites: Sequence[str] = ("z",)) -> None:

@@ -214,7 +214,7 @@ class HeadSets:
         measured = pd.DataFrame({"kind": list(kinds), "metric": "accuracy"})
         keys = pd.DataFrame(rows, columns=["ablated", "draw"]).astype({"draw": "Int64"}).merge(measured, how="cross")
         assert self._provenance is not None
-        return Table.from_prompts(keys, means, weights, self._provenance)
+        return Table.from_prompts(keys, means, weights, self._provenance, group=self.prompts.group)
 
 
 def smallest_sets(

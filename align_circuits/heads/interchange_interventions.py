@@ -106,9 +106,10 @@ def interchange_accuracy(
         "edits": {name: edits_provenance(given)["edits"] for name, given in edits.items()},
     }
     provenance = replace(pair, metric=None).provenance("interchange", model, settings, engine)
-    table = Table.from_prompts(keys, means[:, :-1].reshape(len(keys), -1), weights, provenance)
+    by_run, group = means[:, :-1].reshape(len(keys), -1), pair.base.group
+    table = Table.from_prompts(keys, by_run, weights, provenance, group=group)
     runs = {pair.base_run: means[:, 0], other_run(pair.base_run): means[:, -1]}
-    return replace(table, baselines=baseline_table(named, runs, weights[:2], provenance))
+    return replace(table, baselines=baseline_table(named, runs, weights[:2], provenance, group))
 
 
 def interchange_verdicts(interchanges: Table, alpha: float) -> pd.DataFrame:

@@ -51,7 +51,7 @@ def score_and_test(
     rows = Rows.joined(prompts, [(scores.prompt, scores.query, scores.add), *tests.readers])
     engine = forward_alike(model, [rows], options=options)
     provenance = provenance_of("score_heads", model, prompts, engine, {"metrics": list(scores.metrics)})
-    return scores.table(provenance), tests.p_values()
+    return scores.table(provenance, prompts.group), tests.p_values()
 
 
 @leaves_as_found
@@ -66,4 +66,4 @@ def score_and_evaluate(
     engine = forward_alike(model, [both.rows], options=options)
     provenance = provenance_of("score_heads", model, prompts, engine, {"metrics": list(both.scores.metrics)})
     evaluated = replace(provenance, verb="evaluate", settings={"metrics": both.targets.names})
-    return both.scores.table(provenance), evaluation_table(both.targets, both.values, evaluated)
+    return both.scores.table(provenance, prompts.group), evaluation_table(both.targets, both.values, evaluated)

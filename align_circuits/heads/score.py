@@ -94,7 +94,7 @@ def score_heads(
         model, prompts, prompt=scores.prompt, query=scores.query, on_pattern=scores.add, edits=edits, options=options
     )
     settings = {"metrics": list(scores.metrics), **edits_provenance(edits)}
-    return scores.table(provenance_of("score_heads", model, prompts, engine, settings))
+    return scores.table(provenance_of("score_heads", model, prompts, engine, settings), prompts.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,8 +303,8 @@ class ScoreAccumulator:
         part, whole, count = sums.numpy()
         return with_level(keys), np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0), count
 
-    def table(self, provenance: Provenance) -> Table:
-        """The ratios, with intervals over prompts."""
+    def table(self, provenance: Provenance, group: Int[Tensor, " prompt"] | None) -> Table:
+        """The ratios, with intervals over prompts or groups of them."""
         keys, values, count = self.measured()
         bounded = (keys["metric"] != "entropy").to_numpy()
-        return Table.from_prompts(keys, values, count, provenance, bounded=bounded)
+        return Table.from_prompts(keys, values, count, provenance, bounded=bounded, group=group)

@@ -133,7 +133,8 @@ def steer(
     settings = {"layer": layer, "betas": list(betas)}
     provenance = provenance_of("steer", model, prompts, engine, settings)
     stacked = np.stack(values)
-    return Table.from_prompts(pd.DataFrame(keys), stacked, np.ones_like(stacked), provenance, bounded=False)
+    ones = np.ones_like(stacked)
+    return Table.from_prompts(pd.DataFrame(keys), stacked, ones, provenance, bounded=False, group=prompts.group)
 
 
 def _last_logits(

@@ -120,8 +120,8 @@ class Prompts:
     positions: Mapping[str, Int[Tensor, " prompt"]] = field(default_factory=dict)
     """Named positions: one column of each prompt, such as `"END"`, which predicts the answer."""
     group: Int[Tensor, " prompt"] | None = None
-    """Which prompts are related (one template, one source): related prompts stay in the same half of a split. Intervals
-    take all for independent, so of few large groups they are too narrow. None if all are independent."""
+    """Which prompts are related (one template, one source): related prompts stay in the same half of a split, and
+    intervals over prompts are over groups. None if all are independent."""
 
     def __post_init__(self):
         shape = tuple(self.inputs.shape[:2])
@@ -265,11 +265,13 @@ class Prompts:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of inputs, mask and targets, equal for equal prompts: it shows that two tables may be paired."""
+        """A hash of inputs, mask, targets and groups, the same for equal prompts, whose tables may be paired."""
         sha = hashlib.sha256()
         for part in (self.inputs, self.mask):
             sha.update(np.ascontiguousarray(part.numpy()).tobytes())
         sha.update(self.targets[["prompt", "query_pos", "token"]].to_numpy(dtype=np.int64).tobytes())
+        if self.group is not None:
+            sha.update(self.group.numpy().tobytes())
         return sha.hexdigest()[:16]
 
     @property
@@ -528,7 +530,8 @@ class Prompts:
             positions: Places by name, each for all texts or a list: a part of the text (its last token counts), `(part,
                 occurrence)` counted from 0 where it occurs several times, or the index of a token, where 0 is the BOS
                 token if there is one. `"END"` is the last token of the text if there are answers.
-            groups: Which prompts are related, in any values; `localize` keeps related prompts in one half.
+            groups: Which prompts are related, in any values; `localize` keeps related prompts in one half, and intervals
+                are over groups.
 
         Raises:
             TypeError: Texts that are no list of strings, or no tokenizer.

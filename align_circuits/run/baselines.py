@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
+from torch import Tensor
 
 from align_circuits.run.target_metrics import TargetMetrics, means_by_prompt
 from align_circuits.tables.baselines import CHANCE, CLEAN, CORRUPTED, GAP
@@ -28,7 +29,7 @@ def baselines_of(
     means, weights = {}, np.empty(0)
     for run, values in {**runs, CHANCE: chance(targets, d_vocab)}.items():
         means[run], weights = means_by_prompt(targets.prompts, targets.prompt.numpy(), values, list(kinds.values()))
-    return baseline_table(keys, means, weights, provenance)
+    return baseline_table(keys, means, weights, provenance, targets.prompts.group)
 
 
 def baselines_by_prompt(
@@ -37,7 +38,8 @@ def baselines_by_prompt(
     """Returns the same of a single metric from each prompt's mean over its targets."""
     by_chance = targets.by_prompt(chance(targets, d_vocab))[0]
     means = {**{run: values[None] for run, values in runs.items()}, CHANCE: by_chance}
-    return baseline_table(pd.DataFrame({"metric": targets.names}), means, targets.weights[None], provenance)
+    keys = pd.DataFrame({"metric": targets.names})
+    return baseline_table(keys, means, targets.weights[None], provenance, targets.prompts.group)
 
 
 def other_run(run: Literal["clean", "corrupted"]) -> Literal["clean", "corrupted"]:
@@ -63,6 +65,7 @@ def baseline_table(
     means: Mapping[str, Float[ndarray, "row prompt"]],
     weights: Float[ndarray, "row prompt"],
     provenance: Provenance,
+    group: Int[Tensor, " prompt"] | None = None,
 ) -> Table:
     """Returns `Table.baselines` from each prompt's means in each run, with the difference of clean and corrupted."""
     if CORRUPTED in means:
@@ -73,4 +76,4 @@ def baseline_table(
     frame: Any = pd.concat([keys.assign(run=run) for run in means], ignore_index=True)[["run", *keys]][known]
     bounded = frame["metric"].isin(SHARES) & frame["run"].isin([CLEAN, CORRUPTED])
     weights = np.tile(weights, (len(means), 1))[known]
-    return Table.from_prompts(frame, values[known], weights, provenance, bounded=bounded.to_numpy())
+    return Table.from_prompts(frame, values[known], weights, provenance, bounded=bounded.to_numpy(), group=group)

@@ -375,7 +375,7 @@ class TargetMetrics:
     def table(self, keys: pd.DataFrame, values: Float[ndarray, "row prompt"], provenance: Provenance) -> Table:
         """Returns means over prompts as a table; a prompt counts by its number of targets."""
         weights = np.tile(self.weights, (len(values), 1))
-        return Table.from_prompts(keys, values, weights, provenance, bounded=False)
+        return Table.from_prompts(keys, values, weights, provenance, bounded=False, group=self.prompts.group)
 
 
 def wrong_tokens(targets: pd.DataFrame, d_vocab: int) -> Int[Tensor, " target"]:

@@ -28,6 +28,20 @@ def weighted_mean(
     return np.divide(_weighted(values, weights).sum(1), total, out=np.full(len(values), np.nan), where=total > 0)
 
 
+def by_group(
+    values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"], group: Int[ndarray, " prompt"]
+) -> tuple[Float[ndarray, "row group"], Float[ndarray, "row group"]]:
+    """Returns each row's mean over the prompts of each group, and their weight together.
+
+    Groups are the unit that intervals rest on where prompts of a group are related (a cluster mean; Donner and Klar,
+    2000, "Design and Analysis of Cluster Randomization Trials").
+    """
+    member = (group[:, None] == np.unique(group)).astype(float)
+    total = weights @ member
+    means = np.full(total.shape, np.nan)
+    return np.divide(_weighted(values, weights) @ member, total, out=means, where=total > 0), total
+
+
 def mean_interval(
     values: Float[ndarray, "row prompt"],
     weights: Float[ndarray, "row prompt"],

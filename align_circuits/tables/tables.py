@@ -127,6 +127,7 @@ class Table:
         provenance: Provenance,
         *,
         bounded: Bool[ndarray, " row"] | bool = True,
+        group: Any = None,
     ) -> "Table":
         """Makes a table of means over prompts with 95% intervals.
 
@@ -136,7 +137,11 @@ class Table:
             weights: How much it weighs: the number of its targets.
             provenance: Where the values came from.
             bounded: Which rows lie in [0, 1] and get `stats.proportion`'s interval; others get `stats.mean_interval`'s.
+            group: `Prompts.group`, an integer for each prompt; related prompts have the same. Values and intervals are
+                then those of groups.
         """
+        if group is not None:
+            values, weights = stats.by_group(values, weights, np.asarray(group))
         low, high = np.full((2, len(values)), np.nan)
         # A share that is 1 in every prompt has no spread, but an exact bound; other metrics have no bound.
         for rows, interval in ((bounded, stats.proportion), (np.logical_not(bounded), stats.mean_interval)):

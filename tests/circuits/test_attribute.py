@@ -146,7 +146,7 @@ def test_where_hooks_are_silent_under_the_fast_engine_the_reference_runs(random_
     assert found.provenance.engine == "reference"
     expected = attribute_heads(gpt2, noise, options=ac.RunOptions(engine="reference"))
     np.testing.assert_array_equal(found.frame["value"], expected.frame["value"])
-    with pytest.raises(ValueError, match=r"hook_z does not fire under it; use RunOptions\(engine='reference'"):
+    with pytest.raises(ValueError, match=r"hook_z does not fire under it; leave the engine at 'auto'"):
         attribute_heads(gpt2, noise, options=ac.RunOptions(engine="fast"))
 
 
@@ -395,5 +395,5 @@ def test_refusals(model, pair, noise, random_hf_model):
     for metric, message in refused:
         with pytest.raises(ValueError, match=message):
             attribute_heads(model, ac.Pair(**pair, metric=metric, kind="all" if metric == "accuracy" else "first"))
-    with pytest.raises(ValueError, match=r"hook_pattern does not fire under it; use RunOptions\(engine='reference'"):
+    with pytest.raises(ValueError, match=r"hook_pattern does not fire under it; leave the engine at 'auto'"):
         attribute_heads(model, noise, sites=["q"], method="atp_star", options=ac.RunOptions(engine="fast"))

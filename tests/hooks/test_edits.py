@@ -557,7 +557,7 @@ class TestEngines:
         model, edit = models(name), ac.Ablate(HEADS, site=site, how="zero")
         assert logits_of(model, EQUAL)[1] == "fast"
         assert logits_of(model, EQUAL, edits=[edit])[1] == "reference"
-        message = rf"hook_{site}' does not fire under it; use RunOptions\(engine='reference'|hook_{site} d"
+        message = rf"hook_{site}' does not fire under it; leave the engine at 'auto'|hook_{site} d"
         refused(message, logits_of, model, EQUAL, edits=[edit], engine="fast")
 
     @pytest.mark.parametrize("name", NAMES)
