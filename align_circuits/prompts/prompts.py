@@ -530,8 +530,8 @@ class Prompts:
             positions: Places by name, each for all texts or a list: a part of the text (its last token counts), `(part,
                 occurrence)` counted from 0 where it occurs several times, or the index of a token, where 0 is the BOS
                 token if there is one. `"END"` is the last token of the text if there are answers.
-            groups: Which prompts are related, in any values; `localize` keeps related prompts in one half, and intervals
-                are over groups.
+            groups: Which prompts are related, in any values; `localize` keeps related prompts in one half, and
+                intervals are over groups.
 
         Raises:
             TypeError: Texts that are no list of strings, or no tokenizer.
