@@ -30,7 +30,7 @@ def test_adversaries_are_not_named_and_circuits_are(tmp_path):
     values: Any = pd.read_csv(tmp_path / "table.csv").set_index(["metric", "family"])["value"]
     false, recall = values["models with a false name, named"], values["true heads, named"]
     assert len(false) >= 12 and (false == 0).all()
-    assert recall["planted, full strength"] == recall["another alignment"] == 1
+    assert recall["planted, full strength"] == 1
     rows = tmp_path / "rows/silenced circuits.json"
     rows.write_text(rows.read_text().replace('"false, named": []', '"false, named": ["L0H0"]'))
     again = run("--families", "silenced circuits")
