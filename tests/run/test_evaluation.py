@@ -117,7 +117,7 @@ def test_answers_are_the_most_likely_tokens(llama, prompts):
         assert row["p_answer"] == pytest.approx(float(at.max()), abs=1e-5)
         assert row["p"] == pytest.approx(float(at[target["token"]]), abs=1e-5)
     accuracy = evaluate(llama, prompts).where(predictor="model", metric="accuracy", kind="all", offset=None)
-    assert found["right"].mean() == pytest.approx(accuracy.frame["value"].item(), abs=1e-6)
+    assert found["right"].to_numpy().mean() == pytest.approx(accuracy.frame["value"].item(), abs=1e-6)
 
 
 def test_some_predictions_of_each_sort_are_there(llama, prompts):

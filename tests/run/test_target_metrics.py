@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jaxtyping
 import numpy as np
@@ -432,7 +432,7 @@ def test_a_function_that_is_no_metric_is_refused_by_its_name(model, halves, metr
             run()
     assert len(ac.patch_heads(model, Pair(*halves, metric=without_gradient), heads=[(0, 0)]))
     with pytest.raises(ValueError, match=r"metric 'of_one': too many .*; a metric takes \(logits, targets\)"):
-        ac.patch_heads(model, Pair(*halves, metric=of_one), heads=[(0, 0)])
+        ac.patch_heads(model, Pair(*halves, metric=cast(Any, of_one)), heads=[(0, 0)])
 
 
 @pytest.mark.parametrize(
