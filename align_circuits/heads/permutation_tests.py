@@ -407,10 +407,16 @@ class _Labels:
             for number, label in enumerate(borne):
                 self.bears[prompt, number] = labels[prompt] == label
         self.prompt = relation.prompt
-        values = zip(relation.prompt.tolist(), relation.key_value.tolist(), strict=True)
-        self.own = torch.tensor([self.borne[prompt].index(value) for prompt, value in values])
-        # of each prompt, the attention to each label at the targets whose keys bear another
-        self.attention = torch.zeros(*shape, len(labels), width, width)
+        pairs, self.own = torch.stack([relation.prompt, relation.key_value], 1).unique(dim=0, return_inverse=True)
+        # Each prompt's labels of keys, numbered: a prompt has few of them among the labels that its candidates bear.
+        self.own -= torch.searchsorted(pairs[:, 0].contiguous(), relation.prompt)
+        self.gold = np.zeros((len(labels), int(self.own.max()) + 1), dtype=int)
+        for prompt, own, value in zip(
+            relation.prompt.tolist(), self.own.tolist(), relation.key_value.tolist(), strict=True
+        ):
+            self.gold[prompt, own] = self.borne[prompt].index(value)
+        # from the targets whose keys bear a prompt's label of keys, to the candidates that bear a label
+        self.attention = torch.zeros(*shape, *self.gold.shape, width)
 
     @classmethod
     def of(
@@ -445,10 +451,10 @@ class _Labels:
             drawn = np.tile(np.arange(len(borne)), (REDRAWS, 1))
             orders[1:, prompt, : len(borne)] = generator.permuted(drawn, axis=1)
         attention = self.attention.flatten(0, 1).flatten(1).double().numpy()
-        scores = [
-            attention @ np.eye(width)[orders[start : start + 1000]].reshape(-1, attention.shape[1]).T
-            for start in range(0, len(orders), 1000)
-        ]
+        scores = []
+        for start in range(0, len(orders), 1000):
+            redrawn = np.take_along_axis(orders[start : start + 1000], self.gold[None], axis=2)
+            scores.append(attention @ np.eye(width)[redrawn].reshape(-1, attention.shape[1]).T)
         shape = self.attention.shape[:2]
         return share_at_least_first(np.concatenate(scores, -1).reshape(*shape, -1))
 
