@@ -27,8 +27,7 @@ ROUNDS = 3
 """How often more heads are looked for at most; each round ablates those found before."""
 
 LEAST_SHARE = 0.05
-"""Of the largest effect in the role: what a head brings back by noise that it writes is .03 of it in planted circuits,
-what heads that share a role bring back is .1 or more."""
+"""Of the largest effect in the role. Decoys that write noise were seen to bring back .03 of it in planted circuits."""
 
 
 @dataclass(frozen=True)
