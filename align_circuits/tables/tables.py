@@ -101,7 +101,8 @@ class Table:
     about (`"model"`, `"layer"`, `"head"`, `"kv_head"`, `"edge"`); keys that it does not have are missing (`<NA>`)."""
     provenance: Provenance
     values: Float[ndarray, "row prompt"] | None = None
-    """The same measurement prompt by prompt, where it was kept: what paired differences are computed from."""
+    """The same measurement prompt by prompt, or by groups of related prompts (`Prompts.group`), where it was kept: what
+    paired differences are computed from."""
     weights: Float[ndarray, "row prompt"] | None = None
     """How much each of `values` weighs: its number of targets."""
     baselines: "Table | None" = None
