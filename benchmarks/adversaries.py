@@ -8,7 +8,8 @@ heads whose attention has no role, and the share of true heads that are named, a
 causal test ("before"). In noisy circuits of the zoo names are also counted as with the correction over all candidates,
 those too that had no effect on the prompts that choose ("unfiltered").
 
-    python benchmarks/adversaries.py [--models 60] [--families NAME ...] [--quick] [--rows FOLDER] [--out FILE]
+    python benchmarks/adversaries.py [--models 60] [--first 0] [--families NAME ...] [--quick] [--rows FOLDER]
+        [--out FILE]
 
 With `--rows` each family leaves its rows there, and is not measured again.
 """
@@ -370,6 +371,9 @@ def main() -> None:
     """Measures, prints and keeps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=60, help="of each family, at most")
+    parser.add_argument(
+        "--first", type=int, default=0, help="the first model's seed: tests were developed on the first 60"
+    )
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--quick", action="store_true", help="one model of each family, and no training")
     parser.add_argument("--rows", type=Path, help="a folder for the rows of each family, which is then not run again")
@@ -384,8 +388,8 @@ def main() -> None:
             models = json.loads(kept.read_text(encoding="utf-8"))
         else:
             models = [
-                measured(family, seed)
-                for seed in range(1 if arguments.quick else min(arguments.models, FAMILIES[family].at_most))
+                measured(family, arguments.first + number)
+                for number in range(1 if arguments.quick else min(arguments.models, FAMILIES[family].at_most))
             ]
             if kept:
                 kept.parent.mkdir(parents=True, exist_ok=True)
