@@ -6,8 +6,23 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from jaxtyping import config, install_import_hook
+import jaxtyping
+from jaxtyping import config, install_import_hook, jaxtyped
 
+
+def _shapes_checked(*, typechecker):
+    """Checks functions with a shape among their annotations: checking all types takes a third of the suite's time."""
+
+    def checked(made):
+        annotated = made.__init__ if isinstance(made, type) else made
+        has_shapes = "jaxtyping." in repr(getattr(annotated, "__annotations__", None))
+        at_the_door = hasattr(annotated, "__wrapped__")  # by `@checked`, whose sentences come first
+        return jaxtyped(made, typechecker=typechecker) if has_shapes and not at_the_door else made
+
+    return checked
+
+
+jaxtyping.jaxtyped = _shapes_checked  # what the hook decorates every function with
 install_import_hook("align_circuits", "beartype.beartype")
 
 gc.disable()  # nothing that is imported is garbage: looking for it takes a fifth of the collection of the tests
@@ -59,7 +74,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def unchecked_shapes():
-    """For flows, which call small functions 100,000 times: checks of their shapes take ten times what they do."""
+    """As for users, who run without checks of shapes, and for flows, which these make ten times as long."""
     before = config.jaxtyping_disable
     config.update("jaxtyping_disable", True)
     yield

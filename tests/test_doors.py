@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 from wrong_inputs import World, outcome_of, wrong_calls
 
 import align_circuits as ac
@@ -21,7 +22,9 @@ from align_circuits.checks import WrongArgument, described
 from align_circuits.circuits.faithful import completeness, minimality
 from align_circuits.circuits.pruning import prune_edges
 from align_circuits.heads.thresholds import Thresholds
+from align_circuits.hooks.attention import PatternProbe
 from align_circuits.hooks.edits import Edit, _AtSite
+from align_circuits.tables.intervals import weighted_mean
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,13 @@ def test_every_argument_may_be_given_by_name(functions):
 def test_every_seed_is_0_by_default(functions):
     seeds = [parts["seed"].default for function in functions if "seed" in (parts := signature(function).parameters)]
     assert {seed for seed in seeds if seed is not Parameter.empty} == {0}
+
+
+def test_shapes_of_arguments_and_fields_are_checked_in_tests():
+    with pytest.raises(TypeCheckError, match="row prompt"):
+        weighted_mean(np.ones((2, 3)), np.ones((2, 4)))
+    with pytest.raises(TypeCheckError, match="'row'"):
+        PatternProbe(torch.tensor([0]), torch.tensor([1, 2]), print)
 
 
 def test_thresholds_are_shares_or_small_losses():

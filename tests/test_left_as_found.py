@@ -57,7 +57,6 @@ def models(make):
     return {kind: make(kind) for kind in ("fast", "reference", "own")}
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("name", sorted({*VERBS} - {"localize"}))  # which calls others, and takes two seconds
 def test_every_verb_leaves_the_model_and_the_process_as_they_were(models, pair, name):
     for kind, (model, calls) in models.items():
@@ -82,7 +81,6 @@ def interrupt(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("name", ["patch_heads", "evaluate", "attribute_heads"])
 def test_an_interrupt_inside_of_a_verb_or_of_its_clean_up_leaves_nothing(make, pair, name, monkeypatch):
     model, _ = make("reference")
@@ -112,7 +110,6 @@ def test_an_interrupt_inside_of_a_run_of_two_tokens_leaves_nothing(make, run, mo
     assert not changed(before, found(model))
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_second_interrupt_waits_for_the_clean_up_and_an_error_moves_nothing(make, pair):
     model, _ = make("fast")
     before = found(model)
@@ -132,7 +129,6 @@ def test_a_second_interrupt_waits_for_the_clean_up_and_an_error_moves_nothing(ma
         assert not changed(before, found(model))
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
 def test_an_interrupt_while_the_model_is_put_back_comes_right_after(make, pair, monkeypatch):
     model, _ = make("fast")
     before, handler, remembered = found(model), signal.getsignal(signal.SIGINT), left_as_found.compat.remembered
@@ -201,7 +197,6 @@ def in_another_thread(function: Any) -> None:
     thread.join()
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
 def test_verbs_of_many_threads_on_one_model_return_what_each_returns_alone(make, pair):
     """On another model beside it, too, and by asyncio; afterwards all is as before."""
     models = [make("fast")[0], make("fast")[0]]
@@ -284,7 +279,6 @@ def test_a_child_process_does_not_wait_for_threads_of_its_parent():
     thread.join(20)
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
 def test_what_ran_in_inference_mode_serves_where_gradients_are_needed(make, char_tokenizer):
     model, _ = make("fast")
     pair = pair_of(char_tokenizer)

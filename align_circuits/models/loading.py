@@ -11,7 +11,7 @@ from functools import cache, partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from huggingface_hub import snapshot_download
@@ -133,7 +133,7 @@ def load(
         ValueError: The folder is missing, the hub cannot be reached or does not have the name, there are no safetensors
             weights, they are truncated or do not fit the configuration, the model does not fit into memory, the
             architecture is unknown, a weight is NaN (offloaded ones are not looked at), an adapter or tokenizer cannot
-            be used, or a device map does not fit.
+            be used, a device map does not fit, or a quantization is unknown.
     """
     name = source
     if compat.is_compiled(source):
@@ -143,6 +143,8 @@ def load(
         )
     if device_map is not None and device is not None:
         raise ValueError(f"device={str(device)!r} and a device_map: give one of them")
+    if quantization not in (None, *get_args(Quantization)):
+        raise ValueError(f"quantization={quantization!r}: choose '4bit' or '8bit', or leave it out")
     for option, given in (("device_map", device_map), ("quantization", quantization)):
         if given is not None and not isinstance(source, str | Path):
             raise ValueError(f"{option} goes with a folder or a name on the hub: a model in memory stays as it is")

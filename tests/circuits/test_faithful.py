@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.circuits.attribute import attribute_edges
@@ -198,15 +199,12 @@ def test_refusals(llama, pair, noise):
             inspect.unwrap(faithfulness)(llama, **given)  # annotations unchecked
     with pytest.raises(ValueError, match="change no prediction of the model"):
         faithfulness(llama, ac.Pair(pair["clean"], pair["clean"], direction="noise"), scores)
-    with pytest.raises(ValueError, match="direction='denoise': circuits are measured on clean prompts"):
-        faithfulness(llama, ac.Pair(**pair), scores)
+    refused("direction='denoise': circuits are measured on clean prompts", faithfulness, llama, ac.Pair(**pair), scores)
     other_way = attribute_edges(llama, ac.Pair(**pair), method="eap")
     with pytest.raises(ValueError, match="of direction 'denoise', where an edge that is needed lies above zero"):
         faithfulness(llama, noise, other_way, by="signed")
     assert len(faithfulness(llama, noise, other_way, by="absolute"))
     for verb in (completeness, minimality):
         assert inspect.signature(verb).parameters["draws"].default == 10
-        with pytest.raises(ValueError, match="no heads: a circuit needs at least one"):
-            verb(llama, [], noise)
-        with pytest.raises(ValueError, match="draws=-1: give how many random sets"):
-            verb(llama, [(0, 0)], noise, draws=-1)
+        refused("no heads: a circuit needs at least one", verb, llama, [], noise)
+        refused("draws=-1: give how many random sets", verb, llama, [(0, 0)], noise, draws=-1)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from legs import slow_but
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.circuits.decomposition import residual_edges_of
@@ -73,7 +74,5 @@ def test_a_planted_circuit_is_what_remains():
 
 
 def test_what_cannot_be_pruned_is_refused(llama, pair):
-    with pytest.raises(ValueError, match=r"cut=0\.0: give how many nats"):
-        prune_edges(llama, pair, cut=0.0)
-    with pytest.raises(ValueError, match="circuits are measured on clean prompts"):
-        prune_edges(llama, ac.Pair(pair.clean, pair.corrupted))
+    refused(r"cut=0\.0: give how many nats", prune_edges, llama, pair, cut=0.0)
+    refused("circuits are measured on clean prompts", prune_edges, llama, ac.Pair(pair.clean, pair.corrupted))

@@ -105,7 +105,6 @@ def test_more_than_one_draw_may_do_as_well_where_alpha_allows_it():
         assert found.p["layers"] == pytest.approx(p) and found.holds == holds
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
 def test_p_values_are_valid_although_measuring_stops():
     """Where the tested set is like its controls, p is at most a in no more than a share a of cases, at every level.
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from torch import Tensor
 
 import align_circuits as ac
@@ -37,8 +37,7 @@ def test_the_heads_of_a_circuit_are_named_from_its_prompts(char_tokenizer, tmp_p
     assert by_name.task.roles == {"lookup": "looks"} and by_name.heads("lookup")
 
 
-def test_what_cannot_be_localized(random_hf_model, char_tokenizer, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_what_cannot_be_localized(random_hf_model, char_tokenizer):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
     prompts = Prompts.from_texts(["abab"] * 12, char_tokenizer)
     for source in ("text", ["a", "list"], torch.zeros(2, 3)):
@@ -51,8 +50,7 @@ def test_what_cannot_be_localized(random_hf_model, char_tokenizer, monkeypatch):
         ({"corrupted": prompts[:3]}, "3 corrupted prompts for 12"),
         ({"corrupted": Prompts.from_texts(["abac"] * 12, char_tokenizer)}, "have different targets"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            ac.localize(model, prompts, **arguments)
+        refused(message, ac.localize, model, prompts, **arguments)
     with pytest.raises(ValueError, match="no cut leaves all groups whole"):
         ac.localize(model, replace(prompts, group=torch.zeros(12, dtype=torch.long)))
 
@@ -153,17 +151,16 @@ def test_relations_that_cannot_be_compared(random_hf_model, char_tokenizer):
     model, prompts = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer), two_names(2, 8, char_tokenizer)
     at, end = prompts.positions, prompts.mask.shape[1] - 2
 
-    def refused(message: str, pairs: Any, candidates: Any = None) -> None:
+    def incomparable(message: str, pairs: Any, candidates: Any = None) -> None:
         own = Relation.from_pairs(pairs, prompts=prompts, candidates=candidates)
-        with pytest.raises(ValueError, match=f"relation 'own': {message}"):
-            p_values(model, prompts.with_relations(own=own), ["own"])
+        refused(f"relation 'own': {message}", p_values, model, prompts.with_relations(own=own), ["own"])
 
     names = [[int(at["IO"][row]), int(at["S"][row])] for row in range(8)]
     uneven = [[*names[0], end - 1], *names[1:]]
-    refused(
+    incomparable(
         "the rows have 2 to 3 candidates; give each row equally many", [(i, "END", ["IO"]) for i in range(8)], uneven
     )
     twice = [(0, end - 1, ["IO"]), *((i, end, ["IO"]) for i in range(8))]
-    refused("give each prompt equally many rows, side by side", twice, [names[0], *names])
-    refused("give each prompt equally many rows, in order", twice)
-    refused("the prompts have their targets at different", [(i, end - 1 - i % 2, [names[i][0]]) for i in range(8)])
+    incomparable("give each prompt equally many rows, side by side", twice, [names[0], *names])
+    incomparable("give each prompt equally many rows, in order", twice)
+    incomparable("the prompts have their targets at different", [(i, end - 1 - i % 2, [names[i][0]]) for i in range(8)])

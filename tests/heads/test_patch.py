@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from effects_by_hand import changes
+from refusals import refused
 from torch import Tensor
 from transformer_lens import patching
 
@@ -259,8 +260,7 @@ def test_pairs_that_do_not_match_are_refused(clean, corrupted, char_tokenizer):
         *((one, two, "do not match token by token") for one, two in [(padded, other), (full, padded), (padded, full)]),
     ]:
         for refuse in (ac.Pair, check_pair):
-            with pytest.raises(ValueError, match=message):
-                refuse(one, two)
+            refused(message, refuse, one, two)
     check_pair(padded, padded)
 
 
@@ -273,8 +273,7 @@ def test_refusals(llama, clean, corrupted):
         ({"positions": {}}, "positions={}: give masks by name, 'groups', or nothing"),
     ]
     for arguments, message in cases:
-        with pytest.raises(ValueError, match=message):
-            patch_heads(llama, pair, **arguments)
+        refused(message, patch_heads, llama, pair, **arguments)
 
 
 def test_heads_may_be_a_tensor_and_named_twice(llama, clean, corrupted):

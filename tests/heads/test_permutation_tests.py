@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from torch import Tensor
 
 import align_circuits as ac
@@ -486,22 +487,19 @@ class TestRefusals:
     def test_what_is_asked(self, model, prompts):
         with pytest.raises(KeyError, match=r"no relation 'sink' in these prompts; they have .*lookup"):
             p_values(model, prompts, ["lookup", "sink", "other"])
-        with pytest.raises(ValueError, match="1 prompt: a permutation test takes at least two"):
-            p_values(model, prompts[:1], ["lookup"])
+        refused("1 prompt: a permutation test takes at least two", p_values, model, prompts[:1], ["lookup"])
 
     def test_alignments_that_differ(self, model, prompts):
         relation = prompts.relations["align_query"]
         key_value = relation.key_value.where(relation.prompt != 1, relation.key_value.roll(1))
         mixed = replace(prompts, relations={"align_query": replace(relation, key_value=key_value)})
-        with pytest.raises(ValueError, match="'align_query': the alignment differs between prompts"):
-            p_values(model, mixed, ["align_query"])
+        refused("'align_query': the alignment differs between prompts", p_values, model, mixed, ["align_query"])
 
     @pytest.mark.parametrize("lengths", [(6, 8), (6, 7, 8)])
     def test_layouts_that_differ(self, model, lengths):
         padded = Prompts.from_tokens([[1, 2, 3, 1, 2, 3, 1, 2][:length] for length in lengths])
         padded = padded.with_relations(own=padded.relations["induction"])
-        with pytest.raises(ValueError, match="targets at different positions: test prompts of one layout"):
-            p_values(model, padded, ["own"])
+        refused("targets at different positions: test prompts of one layout", p_values, model, padded, ["own"])
         assert p_values(model, padded, ["previous"])["previous"].shape == (2, 4)
 
 

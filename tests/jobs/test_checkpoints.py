@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from forked import FORK
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from small_training import llama, loss, network, next_token, norms, quiet, same_weights, sample, tokens
 
@@ -248,8 +249,7 @@ def test_another_run_in_the_folder_is_refused(tmp_path, changed, message):
     given_first = {"model": network(), "config": TrainConfig(6), "seed": 0, "recipe": {"data": "a"}}
     quiet(sample=sample, loss=loss, out=tmp_path, **given_first)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=message):
-        quiet(sample=sample, loss=loss, out=tmp_path, **given_first | changed)
+    refused(message, quiet, sample=sample, loss=loss, out=tmp_path, **given_first | changed)
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
@@ -260,8 +260,7 @@ def test_another_frozen_part_is_refused(tmp_path):
         if seed == 0:
             quiet(model, sample, loss, TrainConfig(3), out=tmp_path)
         else:
-            with pytest.raises(ValueError, match="holds another run"):
-                quiet(model, sample, loss, TrainConfig(3), out=tmp_path)
+            refused("holds another run", quiet, model, sample, loss, TrainConfig(3), out=tmp_path)
 
 
 def test_a_folder_that_is_soon_free_is_waited_for(tmp_path):
@@ -281,8 +280,7 @@ def test_a_folder_in_use_is_refused_and_given_back(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "PATIENCE_S", 0.1)
 
     def nested(_model, _step):
-        with pytest.raises(ValueError, match="another process is training"):
-            quiet(network(), sample, loss, TrainConfig(2), out=tmp_path)
+        refused("another process is training", quiet, network(), sample, loss, TrainConfig(2), out=tmp_path)
         return {"fine": 1}
 
     quiet(network(), sample, loss, TrainConfig(2), out=tmp_path, metrics=nested)
@@ -298,11 +296,9 @@ def test_a_broken_checkpoint_is_refused(tmp_path, content):
     with pytest.raises(ValueError, match=r"checkpoint.safetensors' is broken or no checkpoint .*: delete it"):
         quiet(network(), sample, loss, TrainConfig(2), out=tmp_path)
     save_file({"a": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="no checkpoint"):
-        quiet(network(), sample, loss, TrainConfig(2), out=tmp_path)
+    refused("no checkpoint", quiet, network(), sample, loss, TrainConfig(2), out=tmp_path)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot write results"):
-        quiet(network(), sample, loss, TrainConfig(2), out=tmp_path / "file")
+    refused("cannot write results", quiet, network(), sample, loss, TrainConfig(2), out=tmp_path / "file")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from align_circuits.jobs.files import inside, replacing, writable_folder
 
@@ -40,8 +41,7 @@ def test_a_folder_is_made_and_left_empty(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", tmp_path / "file" / "below", "/proc/out"):
-        with pytest.raises(ValueError, match="cannot write results to"):
-            writable_folder(place)
+        refused("cannot write results to", writable_folder, place)
 
 
 @pytest.mark.parametrize("name", ["../outside", "link/a", "link", "/etc"])
@@ -51,8 +51,7 @@ def test_nothing_leads_out_of_a_folder(tmp_path, name):
     (tmp_path / "elsewhere").mkdir()
     (folder / "link").symlink_to(tmp_path / "elsewhere")
     (folder / "within").symlink_to(folder)
-    with pytest.raises(ValueError, match="leads out of its folder, to"):
-        inside(folder, name)
+    refused("leads out of its folder, to", inside, folder, name)
     assert inside(folder, "within/a") == folder / "within/a"
     (tmp_path / "home").symlink_to(folder)
     assert inside(tmp_path / "home", "a") == tmp_path / "home/a", "the folder itself may be a link"

@@ -119,10 +119,7 @@ def test_a_failing_cell_is_reported_and_the_others_go_on(code, tmp_path):
         assert [failure.job for failure in results.failures] == troubled
         assert "RuntimeError: x is not to be squared" in results.failures[0].error
         assert "not JSON serializable" in results.failures[1].error
-        with pytest.raises(
-            ValueError, match=r"2 jobs failed, the first with \{.*'raise'.*\n(.*\n)*RuntimeError: x is not"
-        ):
-            results.all_rows()
+        refused(r"2 jobs failed, the first with \{.*'raise'.*\n(.*\n)*RuntimeError: x is not", results.all_rows)
         assert len(calls(tmp_path)) == done
     reports = [path.read_text() for path in (tmp_path / "results").glob("*.error")]
     assert len(reports) == 2
@@ -268,25 +265,20 @@ def test_the_version_sees_this_package(code):
 
 @pytest.mark.parametrize("function", ["square", "module:", ":square", "__main__:square"])
 def test_functions_without_an_address_are_refused(function):
-    with pytest.raises(ValueError, match="give 'module:name'"):
-        Job(function, {})
+    refused("give 'module:name'", Job, function, {})
 
 
 @pytest.mark.parametrize("function", ["no_such_module:square", "align_circuits.jobs.jobs:no_such_function"])
 def test_functions_that_are_not_there_are_refused_before_any_work(function, code, tmp_path):
-    with pytest.raises(ValueError, match="cannot be imported"):
-        run([*jobs_of(code, 1), Job(function, {})], tmp_path / "results")
+    refused("cannot be imported", run, [*jobs_of(code, 1), Job(function, {})], tmp_path / "results")
     assert not (tmp_path / "calls").exists()
 
 
 def test_other_bad_arguments_are_refused(code, tmp_path):
-    with pytest.raises(ValueError, match="is not JSON"):
-        Job("module:function", {"x": object()})
-    with pytest.raises(ValueError, match="processes=0: give at least 1"):
-        run(jobs_of(code, 1), tmp_path / "results", processes=0)
+    refused("is not JSON", Job, "module:function", {"x": object()})
+    refused("processes=0: give at least 1", run, jobs_of(code, 1), tmp_path / "results", processes=0)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot write results"):
-        run(jobs_of(code, 1), tmp_path / "file")
+    refused("cannot write results", run, jobs_of(code, 1), tmp_path / "file")
 
 
 def test_a_job_that_chooses_its_threads_leaves_those_of_the_process(code, tmp_path):
@@ -348,8 +340,7 @@ def test_any_executor_gives_the_same_frame(code, tmp_path):
     with ThreadPoolExecutor(2) as executor:
         results = run_jobs(jobs, tmp_path / "threads", executor=executor, progress=False)
     pd.testing.assert_frame_equal(results.frame, run(jobs, tmp_path / "results").frame)
-    with pytest.raises(ValueError, match="processes=2 beside an executor"):
-        run_jobs(jobs, tmp_path / "results", executor=executor, processes=2)
+    refused("processes=2 beside an executor", run_jobs, jobs, tmp_path / "results", executor=executor, processes=2)
 
 
 def test_a_job_that_its_executor_loses_fails_alone(code, tmp_path):
@@ -422,8 +413,7 @@ def test_progress_is_read_from_the_folder(code, tmp_path):
     (progress,) = read_progress(tmp_path / "results")
     assert (progress.running, progress.waiting, progress.seconds_left) == (0, 2, None)
     assert collect_rows(tmp_path / "results")["y"].tolist() == [1, 1]
-    with pytest.raises(ValueError, match="holds no run of jobs"):
-        read_progress(tmp_path)
+    refused("holds no run of jobs", read_progress, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../precious.json", "/etc/passwd"])
@@ -432,5 +422,4 @@ def test_the_names_of_a_plan_stay_in_its_folder(tmp_path, name):
     plan = {"started": 0.0, "jobs": {name: {"function": "a:b", "config": {}, "seed": 0}}}
     (tmp_path / "jobs" / ".plan-0.json").write_text(json.dumps(plan))
     for read in (read_progress, collect_rows):
-        with pytest.raises(ValueError, match="leads out of its folder"):
-            read(tmp_path / "jobs")
+        refused("leads out of its folder", read, tmp_path / "jobs")

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from align_circuits.hooks.heads import heads_of
 from align_circuits.localizers.comparison import agreement, head_faithfulness, names_agreement
@@ -37,8 +38,7 @@ def test_agreement_is_what_counting_gives(seed):
 def test_perfect_scores_agree_and_nothing_to_compare_is_refused():
     grid = np.array([[2.0, 1.0], [0.0, 0.5]])
     assert set(agreement(grid, [(0, 0), (0, 1)], [(1, 0), (1, 1)]).values()) == {1.0}
-    with pytest.raises(ValueError, match="0 heads that matter and 1 that do not"):
-        agreement(grid, [], [(0, 0)])
+    refused("0 heads that matter and 1 that do not", agreement, grid, [], [(0, 0)])
 
 
 def test_names():
@@ -56,5 +56,4 @@ def test_circuits_are_faithful_as_far_as_their_heads_matter():
     areas = head_faithfulness(model, pair, {"true": true, "false": false}, (0.25, 0.3, 0.5))
     assert areas["true"]["circuit_performance_ratio"] > 0.8 > 0.3 > areas["false"]["circuit_performance_ratio"]
     assert areas["true"]["circuit_model_distance"] < 0.2
-    with pytest.raises(ValueError, match="change no prediction"):
-        head_faithfulness(model, Pair(pair.clean, pair.clean), {"true": true}, (0.5,))
+    refused("change no prediction", head_faithfulness, model, Pair(pair.clean, pair.clean), {"true": true}, (0.5,))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from legs import slow_but
+from refusals import refused
 
 from align_circuits.localizers import registry
 from align_circuits.localizers.comparison import agreement
@@ -56,10 +57,8 @@ def test_other_packages_add_methods(circuit, monkeypatch):
     monkeypatch.setattr(registry, "entry_points", found)
     assert method_names() == [*METHODS, "first layer", "gone"]
     assert scores_of("first layer", model, pair, ["lookup"])["lookup"][0].min() == 1
-    with pytest.raises(ValueError, match=r"'gone' \(no_such_package:method\) cannot be loaded"):
-        localizer("gone")
-    with pytest.raises(ValueError, match="no method 'last': choose among 'attention'"):
-        localizer("last")
+    refused(r"'gone' \(no_such_package:method\) cannot be loaded", localizer, "gone")
+    refused("no method 'last': choose among 'attention'", localizer, "last")
 
 
 def first_layer(model, _):
@@ -79,5 +78,4 @@ def first_layer(model, _):
 def test_scores_that_are_none_are_refused(circuit, monkeypatch, returned, message):
     monkeypatch.setitem(registry.METHODS, "broken", lambda *_: returned)  # pyright: ignore[reportArgumentType]
     model, pair = circuit
-    with pytest.raises(ValueError, match=message):
-        scores_of("broken", model, pair, ["lookup"])
+    refused(message, scores_of, "broken", model, pair, ["lookup"])

@@ -364,8 +364,7 @@ def test_a_study_trains_first_labels_rows_and_measures_nothing_twice(tmp_path):
 
 def test_missing_keys_stay_missing_and_whole(tmp_path):
     study = Study("test/missing", {}, lambda *_: [Measurement(missing, {"n": n}, None) for n in (1, 2)])
-    with pytest.raises(ValueError, match="columns value, low, high, n"):
-        study.run(Numbers(), folder=tmp_path)
+    refused("columns value, low, high, n", study.run, Numbers(), folder=tmp_path)
     one = Study("test/missing", {}, study.jobs, lambda _, rows: rows["missing"].assign(low=0.0, high=1.0, n=1))
     layers: Any = one.run(Numbers(), folder=tmp_path).frame["layer"]
     assert layers.dtype == "Int64" and layers.dropna().tolist() == [1, 2] and layers.isna().sum() == 2

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.models.protocol import model_provenance
@@ -79,8 +80,7 @@ def test_crossings_lie_between_probes_and_are_for_good(table):
     steps = np.array([0.0, 10, 20])
     assert last_crossing(steps, np.array([0.0, 0.25, 0.75])) == 15
     assert np.isnan([last_crossing(steps, np.array(values)) for values in ([0.0, 0.75, 0.25], [0.6, 0.75, 0.8])]).all()
-    with pytest.raises(ValueError, match="give one value for each of ascending steps"):
-        last_crossing(steps[::-1].copy(), np.array([0.0, 0.5, 1.0]))
+    refused("give one value for each of ascending steps", last_crossing, steps[::-1].copy(), np.array([0.0, 0.5, 1.0]))
 
 
 def test_keys_given_later_stand_in_for_earlier_ones_in_all_terms(table):
@@ -116,8 +116,7 @@ def test_rows_are_compared_by_their_own_intervals():
 
 
 def test_a_claim_without_a_threshold_is_refused(table):
-    with pytest.raises(ValueError, match="has no threshold: give one by at_least or at_most"):
-        Claim("nothing").check(table)
+    refused("has no threshold: give one by at_least or at_most", Claim("nothing").check, table)
 
 
 def test_figures_draw_what_the_statistics_say(table):

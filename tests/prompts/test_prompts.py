@@ -8,7 +8,6 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pandas as pd
 import pytest
@@ -214,6 +213,7 @@ def test_text_and_fingerprint_come_from_the_tokenizer(char_tokenizer, byte_bpe_t
     assert Prompts.from_tokens(IDS).text[1] == "<3><3><8>"
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
@@ -226,8 +226,7 @@ def test_text_and_fingerprint_come_from_the_tokenizer(char_tokenizer, byte_bpe_t
         (["12", "34"], r"ids\[0\] is the text '12', not a list \(an int\)"),
     ],
 )
-def test_bad_tokens(tokens, message, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users, who run without shape checks
+def test_bad_tokens(tokens, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Prompts.from_tokens(tokens)
 
@@ -250,8 +249,8 @@ def test_a_relation_of_ones_own_has_keys_in_every_row():
     assert kept.tokens.tolist() == [[3, 5, 6, 7]] and kept.mask.all()
 
 
-def test_fields_must_agree(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_fields_must_agree():
     prompts = with_everything(IDS)
     refused(
         r"token_kinds has shape \(3, 4\), but the inputs are \(3, 5\)",
@@ -333,8 +332,7 @@ def test_every_way_to_select_targets():
         ("middle", KeyError, "no position 'middle' in these prompts; they have 'END', 'start'"),
     ],
 )
-def test_targets_that_cannot_be_selected(keep, error, message, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_targets_that_cannot_be_selected(keep, error, message):
     with pytest.raises(error, match=message):
         with_everything(IDS).select_targets(keep)
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,8 +127,8 @@ def test_more_candidates():
         rel.with_candidates(labelled(candidate_value=[0, 1], key_value=[1, 0]), torch.ones(1, 6, dtype=torch.bool))
 
 
-def test_columns_and_labels_must_agree(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users, who run without shape checks
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_columns_and_labels_must_agree():
     row, labels = torch.zeros(2, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long)
     columns: dict[str, Any] = {"target": row, "prompt": row, "query": row, "key_value": row}
     with pytest.raises(ValueError, match=r"relation 'own': its columns have different lengths \[1, 2\]"):
@@ -240,14 +239,12 @@ def test_relations_of_named_positions(char_tokenizer):
         ([(0, 3, [0]), (1, 3, [1])], [[0], None], "candidates for some rows only"),
     ],
 )
-def test_relations_that_cannot_be_made(pairs, candidates, message, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_relations_that_cannot_be_made(pairs, candidates, message):
     prompts = Prompts.from_tokens([[5, 7, 9, 5], [5, 7, 9]])
     refused(f"^relation 'own'.*{message}", Relation.from_pairs, pairs, prompts=prompts, candidates=candidates)
 
 
-def test_a_position_is_a_whole_number_and_a_row_has_a_target(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_a_position_is_a_whole_number_and_a_row_has_a_target():
     prompts = Prompts.from_tokens([[5, 7, 9, 5], [5, 7, 9]])
     with pytest.raises(TypeError, match="float"):
         Relation.from_pairs([(0, 2.5, [0])], prompts=prompts)  # pyright: ignore[reportArgumentType]

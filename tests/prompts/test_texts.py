@@ -4,7 +4,6 @@ import re
 from contextlib import nullcontext
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -120,8 +119,7 @@ def test_places(place, expected):
         ([None], "give one place for all texts"),
     ],
 )
-def test_places_that_are_not_there(place, message, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_places_that_are_not_there(place, message):
     refused(rf"positions\['there'\].*{message}", Prompts.from_texts, ["aba:"], TOKENIZER, positions={"there": place})
 
 
@@ -172,8 +170,7 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_lie():
         ({"groups": [1, None]}, ValueError, "groups: a text has none"),
     ],
 )
-def test_texts_that_are_refused(changes, error, message, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_texts_that_are_refused(changes, error, message):
     given: dict[str, Any] = {"texts": ["ab:", "cd:"], "answer": ["a", "c"], "wrong": ["b", "d"]} | changes
     with pytest.raises(error, match=message):
         Prompts.from_texts(given.pop("texts"), given.pop("tokenizer", TOKENIZER), **given)

@@ -10,6 +10,7 @@ import browser
 import pytest
 import torch
 from legs import slow_but
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.heads.attention import attention_from
@@ -144,8 +145,7 @@ def intact_and_ablated(explorer, prompt: int) -> list[float]:
 def test_a_wrong_choice_is_refused_and_changes_nothing(planted, trait, value, message):
     explorer = ac.explore(*planted)
     before = explorer.shown, getattr(explorer, trait)
-    with pytest.raises(ValueError, match=message):
-        setattr(explorer, trait, value)
+    refused(message, setattr, explorer, trait, value)
     assert (explorer.shown, getattr(explorer, trait)) == before
 
 
@@ -153,10 +153,8 @@ def test_prompts_that_have_nothing_to_explore_are_refused(planted):
     model, prompts = planted
     with pytest.raises(KeyError, match="no relation 'gold' in these prompts; they have align_query"):
         ac.explore(model, prompts, relations=["gold"])
-    with pytest.raises(ValueError, match="nothing to explore: give prompts with targets"):
-        ac.explore(model, prompts, relations=[])
-    with pytest.raises(ValueError, match="no head L9H9"):
-        ac.explore(model, prompts, heads=["L9H9"])
+    refused("nothing to explore: give prompts with targets", ac.explore, model, prompts, relations=[])
+    refused("no head L9H9", ac.explore, model, prompts, heads=["L9H9"])
 
 
 def test_without_anywidget_it_says_what_to_install(planted, monkeypatch):

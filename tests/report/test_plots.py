@@ -10,6 +10,7 @@ import pandas as pd
 import plotly.io
 import pytest
 import torch
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.report import plots as typed_plots
@@ -166,10 +167,8 @@ def test_a_head_map_refuses_what_it_cannot_draw(effects, scores):
         (scores.frame, small, "the table has L2 and H1, but the map is of 3 layers with 1 heads"),
         (both, MADE, r"several rows per head: choose one value of kind with \.where"),
     ):
-        with pytest.raises(ValueError, match=message):
-            plots.head_map(Table(frame, made), "a")
-    with pytest.raises(ValueError, match="no panels: name at least one value of 'metric'"):
-        plots.head_maps(scores, [])
+        refused(message, plots.head_map, Table(frame, made), "a")
+    refused("no panels: name at least one value of 'metric'", plots.head_maps, scores, [])
 
 
 def test_top_heads_of_effects_are_those_that_matter_most(effects):
@@ -248,23 +247,18 @@ def test_attention_shows_as_much_of_the_prompt_as_requested(circuit):
 )
 def test_attention_of_nothing_is_refused(circuit, heads, changes, message):
     model, prompt, _ = circuit
-    with pytest.raises(ValueError, match=message):
-        plots.attention(model, prompt, heads, **changes)
+    refused(message, plots.attention, model, prompt, heads, **changes)
 
 
 def test_attention_is_of_one_prompt_and_its_own_positions(circuit):
     model, prompt, head = circuit
     two = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4).sample(2, model.tokenizer, seed=0)
-    with pytest.raises(ValueError, match="2 prompts, but attention is drawn on one"):
-        plots.attention(model, two, [head])
+    refused("2 prompts, but attention is drawn on one", plots.attention, model, two, [head])
     rows = plots.attention(model, prompt, [head]).rows
-    with pytest.raises(ValueError, match="2 prompts, but"):
-        plots.AttentionView(two, [5], rows)
-    with pytest.raises(ValueError, match="has attention of shape"):
-        plots.AttentionView(prompt, [5], rows)
+    refused("2 prompts, but", plots.AttentionView, two, [5], rows)
+    refused("has attention of shape", plots.AttentionView, prompt, [5], rows)
     padded = replace(prompt, mask=prompt.mask & (torch.arange(prompt.mask.shape[1]) > 2))
-    with pytest.raises(ValueError, match="not all real tokens"):
-        plots.AttentionView(padded, [1], {head: rows[head][:1]})
+    refused("not all real tokens", plots.AttentionView, padded, [1], {head: rows[head][:1]})
 
 
 CELLS = """() => {
@@ -319,8 +313,7 @@ def test_a_prompt_is_shaded_by_the_attention_of_one_row_and_maps_circle_the_keys
         shown.to_html((9, 9), "align_query")
     with pytest.raises(KeyError, match="no relation 'love' in this prompt; it has"):
         shown.to_html(aligner, "love")
-    with pytest.raises(ValueError, match="row 999 was not measured"):
-        shown.to_html(aligner, "align_query", row=999)
+    refused("row 999 was not measured", shown.to_html, aligner, "align_query", row=999)
 
 
 def test_figures_are_saved_as_pictures(scores, circuit, tmp_path):
@@ -338,15 +331,12 @@ def test_figures_are_saved_as_pictures(scores, circuit, tmp_path):
 
 def test_a_picture_that_cannot_be_made_says_why(scores, tmp_path, monkeypatch):
     figure = plots.head_map(scores, "a")
-    with pytest.raises(ValueError, match=r"'map.gif': give a name that ends in .png, .svg or .pdf"):
-        plots.save(figure, tmp_path / "map.gif")
+    refused(r"'map.gif': give a name that ends in .png, .svg or .pdf", plots.save, figure, tmp_path / "map.gif")
     with monkeypatch.context() as without:
         without.setattr(pictures, "find_spec", lambda _: None)
-        with pytest.raises(ValueError, match=r"pip install 'align-circuits\[pictures\]'"):
-            plots.save(figure, tmp_path / "map.png")
+        refused(r"pip install 'align-circuits\[pictures\]'", plots.save, figure, tmp_path / "map.png")
     monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="apt-get install chromium"):
-        plots.save(figure, tmp_path / "map.png")
+    refused("apt-get install chromium", plots.save, figure, tmp_path / "map.png")
     assert not list(tmp_path.iterdir())
 
 
@@ -425,14 +415,11 @@ def test_a_position_map_refuses_what_it_cannot_draw(scores):
     table = effects_at_sites({"resid_pre": [0, 1]}, [0, 1, 7], ("log_prob", "accuracy"))
     one = table.where(metric="log_prob")
     both = Table.concat([Table(one.frame.assign(kind=kind), one.provenance) for kind in ("first", "later")])
-    with pytest.raises(ValueError, match=r"choose one kind \(first, later\) with \.where"):
-        plots.position_map(both)
+    refused(r"choose one kind \(first, later\) with \.where", plots.position_map, both)
     np.testing.assert_array_equal(plots.position_map(table).data[0].z, plots.position_map(one).data[0].z)
     drawn = plots.position_map(table, metric="accuracy").layout.coloraxis.colorbar.title.text
     assert drawn.startswith("change of<br>accuracy")
-    with pytest.raises(ValueError, match="no key column 'site' in this table of 'test': give one of patch_sites"):
-        plots.position_map(scores)
+    refused("no key column 'site' in this table of 'test': give one of patch_sites", plots.position_map, scores)
     with pytest.raises(ValueError, match="position 7 is not in these prompts of 3 tokens"):
         plots.position_map(one, ac.Prompts.from_tokens([[1, 2, 3]]))
-    with pytest.raises(ValueError, match="a table without rows has no map"):
-        plots.position_map(Table(one.frame.iloc[:0], one.provenance))
+    refused("a table without rows has no map", plots.position_map, Table(one.frame.iloc[:0], one.provenance))

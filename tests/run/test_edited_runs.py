@@ -5,13 +5,13 @@ from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_hand_built import hand_built
+from refusals import refused
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from transformers import AttentionInterface
@@ -304,8 +304,7 @@ def test_hand_built_models_that_compute_otherwise_are_not_replayed(make, reason)
     assert ran == "reference"
     expected, _ = logits_of(hand_built(), prompts, edit_sets, every_row(prompts))
     assert ((found - expected).abs().amax((1, 2)) > 0.1).all(), "what is its own counts"
-    with pytest.raises(ValueError, match=reason):
-        logits_of(model, prompts, edit_sets, every_row(prompts), engine="fast")
+    refused(reason, logits_of, model, prompts, edit_sets, every_row(prompts), engine="fast")
 
 
 def test_edits_that_no_part_of_a_hand_built_model_can_make_are_left_to_its_hooks():
@@ -550,8 +549,7 @@ def test_what_the_cone_cannot_do_goes_to_the_other_engines_and_is_told(models, r
         (other, zero, "Gemma2ForCausalLM caps its attention scores"),
         (gpt2, q, "not fire"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            logits_of(model, prompts, [edit_set], rows, engine="fast")
+        refused(message, logits_of, model, prompts, [edit_set], rows, engine="fast")
 
 
 def test_refusals(models):
@@ -574,7 +572,6 @@ def test_activations_are_cached_for_as_many_edit_sets_as_memory_should_hold(monk
     runs: Any = SimpleNamespace(
         model=SimpleNamespace(cfg=cfg), prompts=SimpleNamespace(mask=torch.ones(3, 5)), names=names
     )
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setattr(edited_runs, "NUMBERS_CACHED", most)
     assert edited_runs._next_names(runs, index) == [z, pattern, neurons][index:][:expected]
     del cfg.d_mlp

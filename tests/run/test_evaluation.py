@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from refusals import refused
 
 from align_circuits.hooks.edits import Ablate
 from align_circuits.models.loading import load
@@ -193,15 +194,13 @@ def test_two_models_are_compared_by_prompt(llama, prompts):
 
 
 def test_nothing_to_evaluate(llama, prompts):
-    with pytest.raises(ValueError, match="nothing to evaluate"):
-        evaluate(llama, prompts[:0])
+    refused("nothing to evaluate", evaluate, llama, prompts[:0])
     with pytest.raises(ValueError, match="nothing to evaluate"):
         evaluate(llama, replace(prompts, targets=prompts.targets[:0], correct=None, relations={}))
 
 
 def test_prompts_of_another_tokenizer(llama, byte_bpe_tokenizer):
-    with pytest.raises(ValueError, match="another tokenizer"):
-        evaluate(llama, Prompts.from_tokens([[5, 6, 5]], tokenizer=byte_bpe_tokenizer))
+    refused("another tokenizer", evaluate, llama, Prompts.from_tokens([[5, 6, 5]], tokenizer=byte_bpe_tokenizer))
 
 
 def test_two_targets_may_be_asked_for_at_one_position(llama):

@@ -7,6 +7,7 @@ import torch
 from frozen import unchecked
 from peft import LoraConfig, get_peft_model
 from random_hand_built import hand_built
+from refusals import refused
 from transformer_lens import HookedRootModule
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.hook_points import HookPoint
@@ -175,18 +176,15 @@ def test_auto_is_reference_while_hooks_are_attached(random_hf_model, prompts):
 
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_pattern", first_token_only)]):
         edited = run(model, prompts)
-        with pytest.raises(ValueError, match=r"hooks are attached \(blocks.0.attn.hook_pattern\)"):
-            run(model, prompts, engine="fast")
+        refused(r"hooks are attached \(blocks.0.attn.hook_pattern\)", run, model, prompts, engine="fast")
     assert edited[2] == "reference" and (edited[1] - plain[1]).abs().max() > 0.1
     torch.testing.assert_close(run(model, prompts)[:2], plain[:2], atol=0, rtol=0)
 
 
 def test_unknown_engines_and_sizes(random_hf_model, prompts):
     model = ac.load(random_hf_model("llama"))
-    with pytest.raises(ValueError, match="engine='quick': choose"):
-        unchecked(ac.RunOptions, engine="quick")
-    with pytest.raises(ValueError, match="batch_size=0"):
-        run(model, prompts, batch_size=0)
+    refused("engine='quick': choose", unchecked, ac.RunOptions, engine="quick")
+    refused("batch_size=0", run, model, prompts, batch_size=0)
 
 
 def test_native_bridge_runs_by_reference(prompts):
@@ -198,8 +196,7 @@ def test_native_bridge_runs_by_reference(prompts):
     one, many = run(model, prompts, batch_size=1), run(model, prompts, batch_size=5)
     assert one[2] == "reference"
     torch.testing.assert_close(many[:2], one[:2], atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="the fast engine cannot run this model"):
-        run(model, prompts, engine="fast")
+    refused("the fast engine cannot run this model", run, model, prompts, engine="fast")
 
 
 @pytest.mark.parametrize("grouped", [{}, {"n_key_value_heads": 2}])
@@ -214,11 +211,9 @@ def test_parts_of_a_hand_built_model_equal_its_hooks(prompts, grouped):
             torch.testing.assert_close((pattern, logits), expected[:2], atol=atol, rtol=0)
     edits = [ac.Ablate([(0, 1)], how="zero")]
     assert run(model, prompts, edits=edits)[2] == "reference"
-    with pytest.raises(ValueError, match="hook_z does not fire under it"):
-        run(model, prompts, edits=edits, engine="fast")
+    refused("hook_z does not fire under it", run, model, prompts, edits=edits, engine="fast")
     model.W_U.data[0] = torch.nan
-    with pytest.raises(ValueError, match="logits are NaN"):
-        run(model, prompts)
+    refused("logits are NaN", run, model, prompts)
 
 
 class Bare(HookedRootModule):
@@ -252,19 +247,15 @@ def test_model_of_ones_own(prompts):
 
 
 def test_hook_that_never_fires(prompts):
-    with pytest.raises(ValueError, match=r"the hook 'blocks.0.attn.hook_pattern' never fired"):
-        run(Bare("hook_pattern", reached=False), prompts)
-    with pytest.raises(ValueError, match=r"no hook point 'blocks.0.attn.hook_pattern' in this Bare"):
-        run(Bare("hook_z", reached=True), prompts)
+    refused(r"the hook 'blocks.0.attn.hook_pattern' never fired", run, Bare("hook_pattern", reached=False), prompts)
+    refused(r"no hook point 'blocks.0.attn.hook_pattern' in this Bare", run, Bare("hook_z", reached=True), prompts)
 
 
 def test_nan_logits(random_hf_model, prompts):
-    with pytest.raises(ValueError, match="logits are NaN"):
-        run(Bare("hook_pattern", reached=True, logit=float("nan")), prompts)
+    refused("logits are NaN", run, Bare("hook_pattern", reached=True, logit=float("nan")), prompts)
     model = ac.load(random_hf_model("llama"))
     model.original_model.lm_head.weight.data[:] = float("nan")
-    with pytest.raises(ValueError, match="logits are NaN"):
-        run(model, prompts)
+    refused("logits are NaN", run, model, prompts)
 
 
 def test_rows_must_be_tokens_in_order(random_hf_model, prompts):
@@ -277,8 +268,7 @@ def test_rows_must_be_tokens_in_order(random_hf_model, prompts):
         (([0], [20]), "holds no token"),
         (([3], [4]), "holds no token"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            run(model, prompts, tuple(map(torch.tensor, rows)))
+        refused(message, run, model, prompts, tuple(map(torch.tensor, rows)))
 
 
 def test_no_rows_and_no_callbacks(random_hf_model, prompts):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.jobs.sweeps import SweepParts
@@ -65,20 +66,16 @@ def test_pairs_of_vectors_have_no_drawing():
 def test_a_kind_or_a_metric_that_does_not_fit_is_refused_at_once(char_tokenizer):
     clean = TASK.sample(4, char_tokenizer, seed=0)
     corrupted = TASK.corrupt(clean, "query", seed=1)
-    with pytest.raises(ValueError, match="no targets of kind 'later'"):
-        ac.Pair(clean, corrupted, kind="later")
-    with pytest.raises(ValueError, match="metric='logit_diff' compares with a wrong answer"):
-        ac.Pair(clean, corrupted, metric="logit_diff")
-    with pytest.raises(ValueError, match=r"clean= is what task\.corrupt returned"):
-        ac.Pair(corrupted, clean)
+    refused("no targets of kind 'later'", ac.Pair, clean, corrupted, kind="later")
+    refused("metric='logit_diff' compares with a wrong answer", ac.Pair, clean, corrupted, metric="logit_diff")
+    refused(r"clean= is what task\.corrupt returned", ac.Pair, corrupted, clean)
     assert ac.Pair(corrupted, corrupted).clean is corrupted, "a corruption may be corrupted again"
 
 
 @pytest.mark.parametrize("ids", [[[1, 2, 3]], [[1, 2, 3], [4, 5, 6, 7]], [[1, 2], [4, 5, 6]]])
 def test_halves_of_other_shapes_are_refused(ids):
     prompts = ac.Prompts.from_tokens([[1, 2, 3], [4, 5, 6]])
-    with pytest.raises(ValueError, match="do not match token by token"):
-        ac.Pair(prompts, ac.Prompts.from_tokens(ids))
+    refused("do not match token by token", ac.Pair, prompts, ac.Prompts.from_tokens(ids))
 
 
 def test_activations_between_both_runs():

@@ -5,13 +5,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import jaxtyping
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from frozen import Twin, of_lengths
 from legs import product
+from refusals import refused
 from torch import Tensor
 
 import align_circuits as ac
@@ -190,8 +190,7 @@ def test_ablated_heads(model, halves, metric):
     assert table.baselines is not None
     intact = values_of(table.baselines, "run", kind="all", metric=name_of_metric(metric))["clean",]
     assert intact == pytest.approx(float(twin.before.mean()), abs=1e-5)
-    with pytest.raises(ValueError, match="a table of 'ablate_heads' without the metric on clean and corrupted prompts"):
-        table.normalized()
+    refused("a table of 'ablate_heads' without the metric on clean and corrupted prompts", table.normalized)
 
 
 def edges_of(model: Any) -> list[tuple[str, str]]:
@@ -218,8 +217,7 @@ def test_patched_edges_and_paths(model, halves, metric):
 def test_attributed_heads(model, halves, metric):
     """Denoising, since the divergence from the clean run has no gradient there."""
     if metric == "accuracy":
-        with pytest.raises(ValueError, match="metric='accuracy' has no gradient: choose"):
-            attribute_heads(model, Pair(*halves, metric=metric))
+        refused("metric='accuracy' has no gradient: choose", attribute_heads, model, Pair(*halves, metric=metric))
         return
     pair = Pair(*halves, metric=metric)
     table = attribute_heads(model, pair, options=ac.RunOptions(batch_size=2))
@@ -248,8 +246,7 @@ def test_attributed_heads(model, halves, metric):
 @few_named
 def test_attributed_edges(model, halves, metric):
     if metric == "accuracy":
-        with pytest.raises(ValueError, match="metric='accuracy' has no gradient: choose"):
-            attribute_edges(model, Pair(*halves, metric=metric))
+        refused("metric='accuracy' has no gradient: choose", attribute_edges, model, Pair(*halves, metric=metric))
         return
     pair, some = Pair(*halves, metric=metric), edges_of(model)[::9]
     table = attribute_edges(model, pair, method="eap")
@@ -422,19 +419,18 @@ def verbs(model: Any, pair: Pair, metric: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("metric", [of_wrong_shape, no_tensor, without_gradient])
-def test_a_function_that_is_no_metric_is_refused_by_its_name(model, halves, metric, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_a_function_that_is_no_metric_is_refused_by_its_name(model, halves, metric):
     for name, run in verbs(model, Pair(*halves), metric).items():
         if metric is without_gradient and not name.startswith("attribute"):
             continue
         message = "has no gradient" if metric is without_gradient else "returned .*must return a tensor with a number"
-        with pytest.raises(ValueError, match=f"metric '{metric.__name__}' {message}"):
-            run()
+        refused(f"metric '{metric.__name__}' {message}", run)
     assert len(ac.patch_heads(model, Pair(*halves, metric=without_gradient), heads=[(0, 0)]))
     with pytest.raises(ValueError, match=r"metric 'of_one': too many .*; a metric takes \(logits, targets\)"):
         ac.patch_heads(model, Pair(*halves, metric=cast(Any, of_one)), heads=[(0, 0)])
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
@@ -447,8 +443,7 @@ def test_a_function_that_is_no_metric_is_refused_by_its_name(model, halves, metr
         ([lambda logits, _: logits, lambda _, targets: targets], "two metrics are called '<lambda>'"),
     ],
 )
-def test_metrics_that_are_refused(model, halves, metrics, message, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_metrics_that_are_refused(model, halves, metrics, message):
     with pytest.raises((TypeError, ValueError), match=message):
         ac.ablate_heads(model, halves[0], "zero", metrics=metrics)
     if isinstance(metrics, list) and len(metrics) == 1:
@@ -461,12 +456,10 @@ def test_a_logit_difference_needs_a_wrong_token_of_each_target(model, halves, wr
     targets = halves[0].targets.assign(**{WRONG: pd.Series([11, 12, wrong], dtype=object)})
     prompts = replace(halves[0], targets=targets)
     for measure in (partial(ac.evaluate, metrics=["logit_diff"]), partial(dla, metric="logit_diff")):
-        with pytest.raises(ValueError, match=f"'wrong' of the targets holds {wrong}: give a token id from 0 to 63"):
-            measure(model, prompts)
+        refused(f"'wrong' of the targets holds {wrong}: give a token id from 0 to 63", measure, model, prompts)
     ac.evaluate(model, prompts, metrics=["log_prob"])
 
 
 def test_a_logit_difference_needs_a_wrong_answer(halves):
     plain = [replace(prompts, targets=prompts.targets.drop(columns=WRONG)) for prompts in halves]
-    with pytest.raises(ValueError, match=r"metric='logit_diff' compares with a wrong answer, .*answer=, wrong=\)"):
-        Pair(*plain, metric="logit_diff")
+    refused(r"metric='logit_diff' compares with a wrong answer, .*answer=, wrong=\)", Pair, *plain, metric="logit_diff")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from legs import slow_but
 from peft import LoraConfig, PeftModel, get_peft_model
+from refusals import refused
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -261,8 +262,7 @@ def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, at_each_loss):
     assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
     again = run(llama, config=config, out=tmp_path / "killed")
     assert len(steps) == 4 and again.table.frame.equals(whole.table.frame)
-    with pytest.raises(ValueError, match="holds another run"):
-        run(llama, config=replace(config, lr=1e-3), out=tmp_path / "killed")
+    refused("holds another run", run, llama, config=replace(config, lr=1e-3), out=tmp_path / "killed")
 
 
 def test_a_finished_run_of_a_fused_model_has_its_adapter(random_hf_model, char_tokenizer, tmp_path):
@@ -353,8 +353,7 @@ def test_four_bit_on_a_cpu_that_dequantises_wrongly_is_refused(random_hf_model, 
     ],
 )
 def test_a_config_that_cannot_be_is_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        TuneConfig(**config)
+    refused(message, TuneConfig, **config)
 
 
 @pytest.mark.parametrize(("smallest_large_model", "preset"), [(10**9, "small"), (10, "paper")])
@@ -374,8 +373,7 @@ def test_presets():
     assert TuneConfig.preset("paper", steps=3) == TuneConfig(steps=3)
     assert TuneConfig.preset("small").loss_on == "all" and TuneConfig.preset("small", lr=1.0).lr == 1.0
     assert TuneConfig.preset("small", method="standard").loss_on == "last"
-    with pytest.raises(ValueError, match="no preset 'large': choose 'small' or 'paper'"):
-        TuneConfig.preset("large")
+    refused("no preset 'large': choose 'small' or 'paper'", TuneConfig.preset, "large")
 
 
 def test_a_probe_is_no_larger_than_an_update_unless_asked_to_be():
@@ -388,8 +386,7 @@ def test_a_probe_is_no_larger_than_an_update_unless_asked_to_be():
 def test_an_unknown_choice_is_refused_with_the_known_ones(name, known):
     config = TuneConfig()
     object.__setattr__(config, name, "other")  # past the type check of the import hook, as for users without it
-    with pytest.raises(ValueError, match=f"{name}='other': choose {known}"):
-        config.__post_init__()
+    refused(f"{name}='other': choose {known}", config.__post_init__)
 
 
 @pytest.mark.parametrize(
@@ -408,14 +405,12 @@ def test_an_unknown_choice_is_refused_with_the_known_ones(name, known):
     ],
 )
 def test_what_cannot_be_tuned_is_refused_before_anything_is_written(llama, tmp_path, task, config, message):
-    with pytest.raises(ValueError, match=message):
-        run(llama, task, replace(QUICK, **config), out=tmp_path / "run")
+    refused(message, run, llama, task, replace(QUICK, **config), out=tmp_path / "run")
     assert not (tmp_path / "run" / "training").exists()
 
 
 def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="no TransformerBridge"):
-        run(ac.planted_circuit(TASK))
+    refused("no TransformerBridge", run, ac.planted_circuit(TASK))
     gpt2 = ac.load(random_hf_model("gpt2"), tokenizer=char_tokenizer)
     with pytest.raises(ValueError, match=r"q, k, v by one matrix \(transformer.h.0.attn.c_attn\): give all of them"):
         run(gpt2, config=replace(QUICK, projections=("q",)))
@@ -423,25 +418,21 @@ def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp
         run(gpt2, config=replace(QUICK, projections=("gate",)))
     with pytest.raises(ValueError, match="four_bit: a GPT2LMHeadModel has no linear layers"):
         run(gpt2, config=replace(QUICK, projections=("q", "k", "v"), four_bit=True))
-    with pytest.raises(ValueError, match="no tokenizer"):
-        run(ac.load(random_hf_model("llama")))
+    refused("no tokenizer", run, ac.load(random_hf_model("llama")))
     for tuned, message in (
         (llama, "has an adapter already"),
         (gpt2, "tuned in this process.* load the folder `adapter`"),
     ):
-        with pytest.raises(ValueError, match=message):
-            run(run(tuned, config=replace(QUICK, projections=("q", "k", "v"))).model)
+        refused(message, run, run(tuned, config=replace(QUICK, projections=("q", "k", "v"))).model)
     hook = ("blocks.0.hook_resid_post", lambda value, **_: value)
     with llama.hooks(fwd_hooks=[hook]), pytest.raises(ValueError, match="hooks are attached"):
         run(llama)
     layer = compat.component(llama.blocks[0])
     layer.forward = partial(lambda forward, *given, **options: forward(*given, **options), layer.forward)
-    with pytest.raises(ValueError, match="a forward pass of your own on a LlamaDecoderLayer"):
-        run(llama)
+    refused("a forward pass of your own on a LlamaDecoderLayer", run, llama)
     del layer.forward
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot write results"):
-        run(llama, out=tmp_path / "file")
+    refused("cannot write results", run, llama, out=tmp_path / "file")
 
 
 def own_prompts(tokenizer, lengths: tuple[int, ...], groups: list[int] | None = None) -> ac.Prompts:
@@ -522,11 +513,9 @@ def test_a_run_on_own_prompts_goes_on_only_with_them(llama, char_tokenizer, tmp_
     other = replace(prompts, inputs=inputs)
     assert OwnPrompts(other).split(0)[1].prompts.digest == held_out.prompts.digest, "only what is learned differs"
     for changed, roles in ((other, None), (prompts, ["previous"])):
-        with pytest.raises(ValueError, match="holds another run"):
-            run(llama, changed, roles=roles, out=tmp_path / "stopped")
+        refused("holds another run", run, llama, changed, roles=roles, out=tmp_path / "stopped")
     monkeypatch.setattr("align_circuits.jobs.jobs.versions", lambda: {"torch": "another"})
-    with pytest.raises(ValueError, match=r"holds another run \(recipe.code was '\w+', now '\w+'\)"):
-        run(llama, prompts, out=tmp_path / "stopped")
+    refused(r"holds another run \(recipe.code was '\w+', now '\w+'\)", run, llama, prompts, out=tmp_path / "stopped")
 
 
 def test_a_run_goes_on_only_with_all_that_its_prompts_are_drawn_from(llama, folder, char_tokenizer, tmp_path):
@@ -552,8 +541,7 @@ def test_a_run_goes_on_only_with_all_that_its_prompts_are_drawn_from(llama, fold
     run(llama, out=tmp_path / "task")
     run(llama, Pool("ab"), out=tmp_path / "pool")
     for model, task, place in ((ac.load(folder, tokenizer=other), TASK, "task"), (llama, Pool("ac"), "pool")):
-        with pytest.raises(ValueError, match="holds another run"):
-            run(model, task, out=tmp_path / place)
+        refused("holds another run", run, model, task, out=tmp_path / place)
 
 
 def test_any_task_is_tuned_beside_own_prompts(llama, char_tokenizer):
@@ -576,8 +564,7 @@ def test_any_task_is_tuned_beside_own_prompts(llama, char_tokenizer):
     ],
 )
 def test_own_prompts_that_cannot_be_tuned_on(llama, char_tokenizer, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        run(llama, own_prompts(char_tokenizer, EVEN), replace(QUICK, **changes), out=tmp_path / "run")
+    refused(message, run, llama, own_prompts(char_tokenizer, EVEN), replace(QUICK, **changes), out=tmp_path / "run")
     assert not (tmp_path / "run" / "training").exists()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 from align_circuits.hooks.edits import Ablate, Clamp, Patch
 from align_circuits.hooks.names import name_of
@@ -158,8 +159,7 @@ def test_a_fixed_strength_is_not_trained():
     assert net.beta_2.grad is None
     assert net.alpha.grad is not None
     assert (net.alpha.grad != 0).all()
-    with pytest.raises(ValueError, match="no 'gamma'; choose among alpha, beta_1, beta_2"):
-        head_of(fixed=("gamma",))
+    refused("no 'gamma'; choose among alpha, beta_1, beta_2", head_of, fixed=("gamma",))
 
 
 @pytest.mark.parametrize("layers", [0, 1, 4])
@@ -175,12 +175,9 @@ def test_the_classifier_has_as_many_hidden_layers_as_asked(layers):
 
 def test_wrong_inputs_are_refused():
     net = net_of()
-    with pytest.raises(ValueError, match=r"for 2 members that read 17 dimensions"):
-        net(tokens_of(TASK, 1))
-    with pytest.raises(ValueError, match=r"for 2 members that read 17 dimensions"):
-        net.logits(tokens_of(PLAIN))
-    with pytest.raises(ValueError, match="no seeds"):
-        net_of([])
+    refused(r"for 2 members that read 17 dimensions", net, tokens_of(TASK, 1))
+    refused(r"for 2 members that read 17 dimensions", net.logits, tokens_of(PLAIN))
+    refused("no seeds", net_of, [])
 
 
 def nested_by_hand(n_labels, n_pairs, xi, alpha, beta_1):
@@ -227,7 +224,5 @@ def test_the_slow_valley_keeps_falling():
 
 
 def test_bad_flows_are_refused():
-    with pytest.raises(ValueError, match="give at least 2 pairs and as many labels"):
-        NestedLogits(4, 8)
-    with pytest.raises(ValueError, match="give ascending times that start at 0"):
-        NestedLogits().gradient_flow(np.array([1.0, 2.0]))
+    refused("give at least 2 pairs and as many labels", NestedLogits, 4, 8)
+    refused("give ascending times that start at 0", NestedLogits().gradient_flow, np.array([1.0, 2.0]))

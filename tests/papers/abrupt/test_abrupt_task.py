@@ -6,6 +6,7 @@ from html import unescape
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 from align_circuits.papers.abrupt.task import KINDS, ExemplarTask, Worlds
 from align_circuits.prompts.prompts import Prompts
@@ -159,16 +160,11 @@ def test_targets_absent_from_the_context_have_no_correct_position():
     ],
 )
 def test_bad_tasks_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        replace(SMALL, **change)
+    refused(message, replace, SMALL, **change)
 
 
 def test_bad_worlds_and_kinds_are_refused():
-    with pytest.raises(ValueError, match="2 tasks, 1 seeds"):
-        Worlds([SMALL, SMALL], [0])
-    with pytest.raises(ValueError, match="members of different shapes"):
-        Worlds([SMALL, ExemplarTask()], [0, 1])
-    with pytest.raises(ValueError, match="kind='novel': choose one of train, iwl, icl, swap"):
-        Worlds([SMALL], [0]).batch(0, 1, "novel")
-    with pytest.raises(ValueError, match="0 prompts"):
-        SMALL.sample(0)
+    refused("2 tasks, 1 seeds", Worlds, [SMALL, SMALL], [0])
+    refused("members of different shapes", Worlds, [SMALL, ExemplarTask()], [0, 1])
+    refused("kind='novel': choose one of train, iwl, icl, swap", Worlds([SMALL], [0]).batch, 0, 1, "novel")
+    refused("0 prompts", SMALL.sample, 0)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 
 from align_circuits.papers.abrupt.grid import train_on_exemplars
@@ -124,8 +125,7 @@ def test_a_killed_ensemble_goes_on_where_it_was(tmp_path, monkeypatch):
     for one, other in zip(net.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
     assert table.frame.equals(same.frame)
-    with pytest.raises(ValueError, match="another"):
-        trained(TASKS[:1], SEEDS[:1], torch.float32, out=tmp_path)
+    refused("another", trained, TASKS[:1], SEEDS[:1], torch.float32, out=tmp_path)
 
 
 def test_the_table_has_every_measure_of_every_member():
@@ -167,8 +167,6 @@ def test_measures_of_an_untrained_network_are_at_chance():
 
 
 def test_what_ties_members_together_is_refused():
-    with pytest.raises(ValueError, match="would tie them together"):
-        trained(TASKS, SEEDS, torch.float32, replace(CONFIG, clip=1.0))
+    refused("would tie them together", trained, TASKS, SEEDS, torch.float32, replace(CONFIG, clip=1.0))
     net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in), [0])
-    with pytest.raises(ValueError, match="1 members, 2 worlds"):
-        train_on_exemplars(net, Worlds([TASK, TASK], [0, 1]), CONFIG)
+    refused("1 members, 2 worlds", train_on_exemplars, net, Worlds([TASK, TASK], [0, 1]), CONFIG)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 
 from align_circuits.hooks.names import name_of
 from align_circuits.papers.abrupt.grid import train_on_exemplars
@@ -49,8 +50,7 @@ def test_the_first_layer_attends_to_the_previous_token():
         assert (before[:, [row - 1 for row in rows]] == 1).all()
         assert (before[:, [row - 1 for row in range(1, 7) if row not in rows]] < 0.999).all()
         torch.testing.assert_close(first.sum(-1), torch.ones(8, 7))
-    with pytest.raises(ValueError, match="tokens='even': choose 'all', 'labels' or 'items'"):
-        attend_to_previous(network(), "even")
+    refused("tokens='even': choose 'all', 'labels' or 'items'", attend_to_previous, network(), "even")
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -111,8 +111,7 @@ def test_an_operation_is_removed_and_nothing_else(operation, control):
     assert not torch.allclose(left[2], own[2])
     if layer:
         torch.testing.assert_close(left[0], own[0])
-    with pytest.raises(ValueError, match="operation='guess': choose one of look back, write, match, read"):
-        remove_operation(net, "guess")
+    refused("operation='guess': choose one of look back, write, match, read", remove_operation, net, "guess")
 
 
 def test_to_read_nothing_is_to_read_zero_values():

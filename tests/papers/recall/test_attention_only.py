@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
@@ -159,18 +160,14 @@ def capture_z(model, tokens):
 def test_what_does_not_fit_is_refused():
     config = AttentionOnlyConfig(9, 7)
     object.__setattr__(config, "positions", "rotary")  # annotations unchecked
-    with pytest.raises(ValueError, match="choose 'relative' or 'absolute'"):
-        config.__post_init__()
-    with pytest.raises(ValueError, match="d_head is 0"):
-        AttentionOnlyConfig(9, 7, d_head=0)
+    refused("choose 'relative' or 'absolute'", config.__post_init__)
+    refused("d_head is 0", AttentionOnlyConfig, 9, 7, d_head=0)
     short = AttentionOnly(AttentionOnlyConfig(9, 4, d_head=4))
     for logits in (short, short.logits, short.last):
-        with pytest.raises(ValueError, match="the model's context is 4"):
-            logits(torch.zeros(1, 5, dtype=torch.long))
-    with pytest.raises(ValueError, match="no relation tokens"):
-        pretrained(RecallWorld.small(), 20, 3)
-    with pytest.raises(ValueError, match="unknown corrections"):
-        inspect.unwrap(pretrained)(WORLD, 20, 3, corrections=cast(Any, ["all"]))  # annotations unchecked
+        refused("the model's context is 4", logits, torch.zeros(1, 5, dtype=torch.long))
+    refused("no relation tokens", pretrained, RecallWorld.small(), 20, 3)
+    unchecked: Any = inspect.unwrap(pretrained)
+    refused("unknown corrections", unchecked, WORLD, 20, 3, corrections=["all"])
 
 
 def test_the_verbs_work_on_it():

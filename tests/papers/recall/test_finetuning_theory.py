@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from refusals import refused
 
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.finetuning_steps import Batches, Finetuning, Update
@@ -130,7 +131,5 @@ def test_many_subjects_let_two_steps_generalise_and_few_do_not():
 
 
 def test_what_the_theorem_is_not_about_is_refused():
-    with pytest.raises(ValueError, match="one number U for all types"):
-        Finetuning(RecallWorld.small(relation_tokens=True, n_values=(4, 8)), (0, 1))
-    with pytest.raises(ValueError, match="n_demos is 0"):
-        Finetuning(TINY, (0, 1), n_demos=0)
+    refused("one number U for all types", Finetuning, RecallWorld.small(relation_tokens=True, n_values=(4, 8)), (0, 1))
+    refused("n_demos is 0", Finetuning, TINY, (0, 1), n_demos=0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 from torch.nn.functional import cosine_similarity
 
@@ -84,10 +85,8 @@ def test_separate_groups_have_a_silhouette_of_one_and_shuffled_ones_of_less():
 
 
 def test_too_few_contexts_are_refused():
-    with pytest.raises(ValueError, match="1 groups of 3 contexts"):
-        silhouette(torch.ones(1, 3, 2))
-    with pytest.raises(ValueError, match="give at least 2"):
-        group_cosines(torch.ones(2, 1, 2), with_itself=False)
+    refused("1 groups of 3 contexts", silhouette, torch.ones(1, 3, 2))
+    refused("give at least 2", group_cosines, torch.ones(2, 1, 2), with_itself=False)
 
 
 def test_the_network_is_a_gpt2_with_two_layers_of_one_head():
@@ -103,8 +102,7 @@ def test_the_network_is_a_gpt2_with_two_layers_of_one_head():
     ("sizes", "message"), [({"d_model": 0}, "d_model is 0"), ({"d_model": 6, "n_heads": 4}, "4 heads do not divide")]
 )
 def test_impossible_networks_are_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        small_gpt2(10, 10, **sizes)
+    refused(message, small_gpt2, 10, 10, **sizes)
 
 
 def test_the_loss_is_the_mean_over_what_is_asked():
@@ -166,8 +164,7 @@ def test_a_stage_is_logged_and_resumes_to_the_bit(tmp_path):
 def test_a_stage_of_another_world_does_not_go_on_from_this_one(tmp_path):
     train_stage(network(), STAGE, out=tmp_path, progress=False)
     other = Stage(FactsTask(RecallWorld.small(world_seed=1), 2, 3), STAGE.train, STAGE.batch_size)
-    with pytest.raises(ValueError, match="another"):
-        train_stage(network(), other, out=tmp_path, progress=False)
+    refused("another", train_stage, network(), other, out=tmp_path, progress=False)
 
 
 @pytest.mark.slow
@@ -194,8 +191,7 @@ def test_the_probe_agrees_with_evaluate():
 
 def test_padded_prompts_are_for_evaluate():
     prompts = DemonstrationsTask(WORLD, 2, (1, 3)).sample(8)
-    with pytest.raises(ValueError, match="these prompts are padded"):
-        probe(network(), prompts, WORLD)
+    refused("these prompts are padded", probe, network(), prompts, WORLD)
 
 
 def test_the_verbs_work_on_padded_prompts():
@@ -262,7 +258,6 @@ def test_representations_are_those_of_the_last_token():
 def test_steering_without_answers_is_refused():
     model, prompts, groups, type_ = learned()
     vectors = task_vectors(model, groups, 1)[type_]
-    with pytest.raises(ValueError, match="60 prompts, 0 answers"):
-        steer(model, prompts, 1, vectors, vectors, {})
+    refused("60 prompts, 0 answers", steer, model, prompts, 1, vectors, vectors, {})
     with pytest.raises(ValueError, match="a beta of -1, which in the table marks the model as it is"):
         steer(model, prompts, 1, vectors, vectors, {"own": prompts.column("token")}, betas=(0.5, -1.0))

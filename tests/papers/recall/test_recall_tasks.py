@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 from align_circuits.papers.recall.task.posterior import type_ceiling, type_posterior
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask, followed_by_grammar
@@ -80,8 +81,7 @@ def test_more_diversity_needs_a_smaller_dirichlet_parameter():
     ],
 )
 def test_a_world_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        RecallWorld.small(**changes)
+    refused(message, RecallWorld.small, **changes)
 
 
 def test_a_refused_diversity_names_one_that_is_reached():
@@ -113,10 +113,8 @@ def test_a_split_shows_as_many_values_as_asked(n_values):
 
 
 def test_impossible_splits_are_refused():
-    with pytest.raises(ValueError, match="give 1 to 16"):
-        PLAIN.split(17)
-    with pytest.raises(ValueError, match="the nearest found for 2 subjects is 6"):
-        PLAIN.split(2, n_values=9)
+    refused("give 1 to 16", PLAIN.split, 17)
+    refused("the nearest found for 2 subjects is 6", PLAIN.split, 2, n_values=9)
 
 
 TASKS = [
@@ -347,8 +345,7 @@ def test_prompts_survive_a_file(tmp_path):
     ],
 )
 def test_impossible_tasks_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    refused(message, make)
 
 
 def test_a_share_of_demonstrations_has_no_grammar():
@@ -369,8 +366,7 @@ def test_the_posterior_of_the_type_is_bayes_rule():
             for one, other in pairwise(tokens):
                 likelihood[type_] *= PLAIN.chains[type_, one, other]
         assert found[row] == pytest.approx([value / sum(likelihood) for value in likelihood], abs=1e-9)
-    with pytest.raises(ValueError, match="not all tokens are grammar"):
-        type_posterior(PLAIN, prompts.tokens.numpy())
+    refused("not all tokens are grammar", type_posterior, PLAIN, prompts.tokens.numpy())
 
 
 def test_the_ceiling_is_what_the_best_guess_reaches():
@@ -418,5 +414,4 @@ def test_corrupted_prompts_ask_for_something_else_and_tell_facts_too(task, kind)
 
 def test_an_unknown_corruption_is_refused():
     unchecked = inspect.unwrap(DemonstrationsTask.corrupt)  # past the type check of the import hook, as for users
-    with pytest.raises(ValueError, match="choose one of 'subject', 'type'"):
-        unchecked(TASKS[2], TASKS[2].sample(2), "grammar")
+    refused("choose one of 'subject', 'type'", unchecked, TASKS[2], TASKS[2].sample(2), "grammar")
