@@ -20,7 +20,6 @@ the code are named in `mutants_equivalent.toml`.
 import argparse
 import ast
 import difflib
-import fcntl
 import gc
 import importlib
 import inspect
@@ -75,7 +74,6 @@ OF_ALL_MODULES = [  # these look at signatures and decorators, and execute no li
 ]
 SLOWEST = 30.0  # seconds: a test that takes longer meets no mutant
 ENOUGH = 60.0  # seconds of tests, as they take on the sound code: what survives these meets `run --wider`
-TURN = 600.0
 OWN_ROOM = 5  # so many times as fast the tests count that are of the mutant's own room: they know best what it does
 UNTOLD = 98  # what a fork exits with that could not plant its fault in place: `--again` will tell
 QUIET = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is imported before pytest starts
@@ -332,7 +330,6 @@ def draw_map(arguments):
     folder = arguments.scratch.resolve() / "tree"
     copy_of_the_tree(folder)
     warm()
-    turn = Turn(arguments.lock)
     wanted = arguments.files or modules(CORE)
     files = [test for test in modules(TESTS) if not arguments.files or any(imports(test, name) for name in wanted)]
     for chunk in [[file] for file in (*files, *wanted)]:  # the modules' own examples are tests too
@@ -340,7 +337,6 @@ def draw_map(arguments):
         out.parent.mkdir(exist_ok=True)
         if out.exists():
             continue
-        turn.take()
         forked(lambda chunk=chunk, out=out: watched(folder, chunk, out), 1200.0, arguments.scratch)
         found = json.loads(out.read_text())
         print(chunk[0], len(found["seconds"]), "tests;", "failed or skipped:", found["failed"], flush=True)
@@ -394,25 +390,6 @@ def tests_of(mutant, seconds, lines):
         (test for test in tests if seconds.get(test, SLOWEST) < SLOWEST),
         key=lambda test: (seconds[test] / (OWN_ROOM if test.startswith(mirrors) else 1), test),
     )
-
-
-class Turn:
-    """The lock of those who share the machine: held for `TURN` seconds, then offered to the others."""
-
-    def __init__(self, path):
-        self.file, self.since = None if path is None else Path(path).open(), None  # noqa: SIM115
-
-    def take(self):
-        """Returns once the machine is ours."""
-        if self.file is None:
-            return
-        if self.since is not None and time.monotonic() - self.since > TURN:
-            fcntl.flock(self.file, fcntl.LOCK_UN)
-            self.since = None
-            time.sleep(1)
-        if self.since is None:
-            fcntl.flock(self.file, fcntl.LOCK_EX)
-            self.since = time.monotonic()
 
 
 def forked(work, limit, scratch):
@@ -538,7 +515,7 @@ def run(arguments):
         todo = [mutant | {"in_place": in_a_function(mutant)} for mutant in todo if mutant["key"] not in seen]
         todo.sort(key=lambda mutant: mutant["in_place"])
     warm()
-    turn, sound = Turn(arguments.lock), None
+    sound = None
     for place, mutant in enumerate(todo, 1):
         tests, total = [], 0.0
         for test in tests_of(mutant, seconds, lines):
@@ -546,7 +523,6 @@ def run(arguments):
             if total > ENOUGH and tests and not arguments.wider:
                 break
             tests.append(test)
-        turn.take()
         if mutant["in_place"] and sound is None:  # from here on the forks find every module and test imported
             sound = arguments.scratch.resolve() / "sound"
             copy_of_the_tree(sound)
@@ -557,8 +533,6 @@ def run(arguments):
         with path.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(f"{place}/{len(todo)} {outcome} {took:.0f} s {mutant['key']}", flush=True)
-        if time.time() > arguments.until:
-            break
     show(arguments)
 
 
@@ -591,8 +565,6 @@ def main():
     parser.add_argument("--again", action="store_true", help="only the survivors of this seed")
     parser.add_argument("--wider", action="store_true", help="all tests that execute the place, however long")
     parser.add_argument("--scratch", type=Path, default=OUT / "scratch", help="folder of the mutated copies")
-    parser.add_argument("--lock", help="a file to lock while a mutant runs, where others share the machine")
-    parser.add_argument("--until", type=float, default=float("inf"), help="Unix time: later no mutant starts")
     arguments = parser.parse_intermixed_args()
     OUT.mkdir(parents=True, exist_ok=True)
     arguments.scratch = arguments.scratch.resolve()  # pytest changes the working folder

@@ -29,6 +29,11 @@ def of_the_pages(name: str) -> Any:
     return module
 
 
+@pytest.fixture(autouse=True)
+def in_the_docs(monkeypatch):
+    monkeypatch.chdir(DOCS)
+
+
 @pytest.fixture(scope="module")
 def kept_results():
     return of_the_pages("kept_results")
@@ -43,11 +48,8 @@ PAPERS = ("icatune", "recall", "abrupt", "validation")
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_every_claim_that_fails_has_one_cause_and_the_list_of_experiments_tells_all_verdicts(
-    kept_results, monkeypatch, paper
-):
+def test_every_claim_that_fails_has_one_cause_and_the_list_of_experiments_tells_all_verdicts(kept_results, paper):
     """In one test, so that each kept table is checked once."""
-    monkeypatch.chdir(DOCS)
     causes = kept_results.why(paper)
     assert causes["claims that fail"].sum() == kept_results.summary(paper)["fails"].sum() > 0
     assert set(causes["shown by"]) <= {*EXPERIMENTS, *kept_results.archived(), "not shown"}
@@ -61,14 +63,12 @@ def test_every_claim_that_fails_has_one_cause_and_the_list_of_experiments_tells_
     assert of_paper["claims"].to_list() == of_paper[kept_results.VERDICTS].sum(axis=1).to_list()
 
 
-def test_the_list_of_experiments_tells_of_no_others(kept_results, monkeypatch):
-    monkeypatch.chdir(DOCS)
+def test_the_list_of_experiments_tells_of_no_others(kept_results):
     known = {experiment.name for paper in PAPERS for experiment, _ in kept_results.kept(paper)}
     assert set(kept_verdicts()["experiment"]) <= known
 
 
-def test_archived_experiments_keep_their_claims_causes_and_tables(kept_results, monkeypatch):
-    monkeypatch.chdir(DOCS)
+def test_archived_experiments_keep_their_claims_causes_and_tables(kept_results):
     archived = kept_results.archived()
     assert not {*archived} & {*EXPERIMENTS}, "its code is still there"
     assert {path.name for path in kept_results.ARCHIVE.iterdir() if path.is_dir()} == {
@@ -89,7 +89,6 @@ def test_archived_experiments_keep_their_claims_causes_and_tables(kept_results, 
 
 
 def test_archived_claims_are_read_to_the_bit_and_shown_with_their_cause(kept_results, monkeypatch):
-    monkeypatch.chdir(DOCS)
     name = "recall/exchange"
     checks = kept_results.checked(name, kept_results.folder_of(name, "cpu"))
     assert checks[1].measured == Measured(0.60595703125, 0.4821497926519547, 0.7297642698480453)
@@ -107,16 +106,14 @@ def test_archived_claims_are_read_to_the_bit_and_shown_with_their_cause(kept_res
     assert "commit 42a4e13" in shown[-1] and "reproduce recall/exchange" in shown[-1]
 
 
-def test_causes_and_fresh_seeds_name_experiments_that_are_or_were(kept_results, monkeypatch):
-    monkeypatch.chdir(DOCS)
+def test_causes_and_fresh_seeds_name_experiments_that_are_or_were(kept_results):
     known = {*EXPERIMENTS, *kept_results.archived()}
     causes, fresh = (tomllib.loads(path.read_text("utf-8")) for path in (kept_results.CAUSES, kept_results.FRESH))
     assert {claim[0] for cause in causes["cause"] for claim in cause["claims"]} <= known
     assert {claim["experiment"] for claim in fresh["claim"]} <= known
 
 
-def test_claims_about_emergence_are_tested_on_seeds_that_nothing_was_developed_on(kept_results, monkeypatch):
-    monkeypatch.chdir(DOCS)
+def test_claims_about_emergence_are_tested_on_seeds_that_nothing_was_developed_on(kept_results):
     registry = kept_results.fresh_seeds()
     assert {name.partition("/")[0] for name in registry["experiment"]} == set(kept_results.PAPERS)
     for row in registry.to_dict("records"):
@@ -133,7 +130,6 @@ def test_seeds_of_a_table_of_means_are_those_of_its_arms(kept_results):
 
 
 def test_a_claim_without_a_cause_is_refused(kept_results, monkeypatch):
-    monkeypatch.chdir(DOCS)
     monkeypatch.setattr(kept_results, "failing", lambda _: iter([("icatune/fig3", "cpu", "No such claim", "0")]))
     with pytest.raises(LookupError, match="0 causes for 'No such claim'"):
         kept_results.why("icatune")
@@ -169,8 +165,7 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("paper", FIGURES)
-def test_every_figure_has_a_row_and_every_claim_of_a_paper_is_in_one(scoreboard, kept_results, monkeypatch, paper):
-    monkeypatch.chdir(DOCS)
+def test_every_figure_has_a_row_and_every_claim_of_a_paper_is_in_one(scoreboard, kept_results, paper):
     rows = scoreboard.rows(paper)
     assert {*FIGURES[paper]} <= {row.of for row in rows}
     results = [kept for row in rows for kept in scoreboard.kept(row)]

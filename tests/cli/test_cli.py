@@ -457,7 +457,7 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "[evaluate, 3 rows]" in printed, "no row twice, though the first token is all"
     page = (tmp_path / "evaluate" / "report.html").read_text(encoding="utf-8")
-    assert re.search(r"\n  '.+', not 'A': kAm", printed) and "Answers" in page and "kAm" in page
+    assert re.search(r"\n  '.+', not 'B': <bos>kAmnBopA", printed) and "Answers" in page and "kAm" in page
     pairs_file.write_text(pairs_file.read_text().replace("kAm", "jAm"))
     capsys.readouterr()
     assert main(["rerun", str(tmp_path / "patch")]) == 2
