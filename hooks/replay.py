@@ -6,7 +6,7 @@ a batch.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 
@@ -196,6 +196,32 @@ class Replay:
         replay.past = {layer: (_first(key, end), _first(value, end)) for layer, (key, value) in (past or {}).items()}
         return replay
 
+    def beside(self, tokens: Int[Tensor, "prompt pos"]) -> "Replay":
+        """Returns what `run` returns for other prompts of this mask, with what this run has kept.
+
+        Where their tokens are the same both runs are, so only the columns from the first other token on are run.
+
+        Args:
+            tokens: The other prompts. This run has kept what `starts` of 0 and of their first other token need.
+        """
+        first = first_difference(self.tokens, tokens)
+        later = _Batch(first, self.queries[self.queries >= first] - first, [{}], [0], self.kept.keys(), past={})
+        residual = self.decoder.embed(tokens[:, first:], self.positions[:, first:])
+        last = self._through(later, residual[None], 0, self.decoder.cfg.n_layers)
+        return replace(
+            self,
+            tokens=tokens,
+            kept={name: torch.cat([kept[:, :first], later.kept[name]], 1) for name, kept in self.kept.items()},
+            past={
+                layer: tuple(
+                    torch.cat([past[:, :, :first], new[:, :, : self.last_start - first]], 2)
+                    for past, new in zip(self.past[layer], added, strict=True)
+                )
+                for layer, added in (later.past or {}).items()
+            },
+            logits=torch.cat([self.logits[:, self.queries < first], self.decoder.unembed(last)[0]], 1),
+        )
+
     def continued(
         self, tokens: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], queries: Int[Tensor, " query"]
     ) -> "Replay":
@@ -223,16 +249,15 @@ class Replay:
         )
 
     def other(
-        self, tokens: Int[Tensor, "prompt pos"], names: Collection[str], *, to_logits: bool = False
+        self, tokens: Int[Tensor, "prompt pos"], names: Collection[str], start: int, *, to_logits: bool = False
     ) -> tuple[dict[str, Float[Tensor, "prompt later ..."]], Float[Tensor, "prompt query d_vocab"] | None]:
-        """Returns the activations of other prompts of the same shape at some hook points, from `start` on.
+        """Returns the activations of other prompts of the same shape at some hook points, from the column `start` on.
 
         Only the columns from the first other token on are run, and only the layers up to the last hook point, unless
         the logits at the queries are asked for, too.
         """
-        differs = (tokens != self.tokens).any(0).nonzero()
         # Before the first other token both runs are the same, so the kept keys and values of one serve the other.
-        first = min(int(differs[0]) if len(differs) else self.start, self.start)
+        first = min(first_difference(self.tokens, tokens), start)
         if first == tokens.shape[1]:  # the same prompts, of which nothing is edited
             return {}, self.logits if to_logits else None
         others = _Batch(first, self.queries[self.queries >= first] - first, [{}], [0], names)
@@ -243,7 +268,7 @@ class Replay:
             torch.cat([self.logits[:, self.queries < first], self.decoder.unembed(end)[0]], 1) if to_logits else None
         )
         return {
-            name: value[:, :, self.start - first :] if is_pattern(name) else value[:, self.start - first :]
+            name: value[:, :, start - first :] if is_pattern(name) else value[:, start - first :]
             for name, value in others.kept.items()
         }, logits
 
@@ -513,6 +538,12 @@ class Replay:
             self._masks[start, window, device] = seen
         seen = self._masks[start, window, device]
         return seen if queries is None else seen[:, queries]
+
+
+def first_difference(one: Int[Tensor, "prompt pos"], other: Int[Tensor, "prompt pos"]) -> int:
+    """Returns the first column in which any two prompts differ; the number of columns if none do."""
+    columns = (one != other).any(0).nonzero()
+    return int(columns[0]) if len(columns) else one.shape[1]
 
 
 def _places(mask: Bool[Tensor, "prompt pos"]) -> tuple[Tensor | None, Int[Tensor, "#prompt pos"]]:

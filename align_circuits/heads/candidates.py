@@ -77,14 +77,11 @@ def causal_p_values(effects: Sequence[Table], signs: Sequence[int] = (1, 1)) -> 
     return {head: min(1.0, len(effects) * p) for head, p in smallest.items()}
 
 
-def mattering(effects: Sequence[Table], needed: Thresholds, signs: Sequence[int] = (1, 1)) -> set[Head]:
-    """Returns the heads of which an effect on the targets' log-probability, times the sign, is large enough."""
-    heads: set[Head] = set()
-    for table, sign in zip(effects, signs, strict=True):
-        found = table.where(kind="all", metric="log_prob") if len(table) else table
-        enough = sign * found.frame["value"].to_numpy(dtype=float) >= needed.effect
-        heads |= {head for head, is_enough in zip(found.head_indices, enough, strict=True) if is_enough}
-    return heads
+def mattering(effects: Table, needed: Thresholds, sign: int = 1) -> set[Head]:
+    """Returns the heads of which the effect on the targets' log-probability, times the sign, is large enough."""
+    found = effects.where(kind="all", metric="log_prob") if len(effects) else effects
+    enough = sign * found.frame["value"].to_numpy(dtype=float) >= needed.effect
+    return {head for head, is_enough in zip(found.head_indices, enough, strict=True) if is_enough}
 
 
 def corrected(

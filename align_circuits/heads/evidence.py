@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -179,13 +179,19 @@ class HeadSets:
     ) -> Float[ndarray, "draw target"]:
         """Which targets are right with each control set ablated, as far as the verdict depends on it."""
         size, prompt = max(1, CPU_TOKENS // self.prompts.mask.shape[1]), self.prompts.column("prompt").numpy()
-        in_batch = {first: (prompt >= first) & (prompt < first + size) for first in range(0, len(self.prompts), size)}
-        firsts = [first for first, targets in in_batch.items() if (targets & self._decides).any()]
+        deciding = prompt[self._decides]
+        # No control set is left on fewer targets than these, and one that falls short on all of them is left then: a
+        # batch ends there.
+        needed = round(tested[self._decides].sum() if claim == "necessary" else (1 - tested[self._decides]).sum())
+        settled = {int(deciding[needed]) + 1} if needed < len(deciding) else set()
+        edges = sorted({*range(0, len(self.prompts), size), *settled, len(self.prompts)})
+        in_batch = {(first, end): (prompt >= first) & (prompt < end) for first, end in pairwise(edges)}
+        rows = [ends for ends, targets in in_batch.items() if (targets & self._decides).any()]
 
         def measure(draw: int, batch: int) -> Float[ndarray, " target"]:
-            return self._accuracies([drawn[draw][2]], slice(firsts[batch], firsts[batch] + size))[0]
+            return self._accuracies([drawn[draw][2]], slice(*rows[batch]))[0]
 
-        kinds, batches = [name for name, *_ in drawn], [in_batch[first] for first in firsts]
+        kinds, batches = [name for name, *_ in drawn], [in_batch[ends] for ends in rows]
         return measured_beside(claim, tested, kinds, batches, measure, self._decides, self.thresholds.alpha)
 
     def _without(self, heads: Sequence[Head]) -> list[Head]:

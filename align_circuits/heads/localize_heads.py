@@ -35,7 +35,6 @@ from align_circuits.run.edited_runs import shared_runs
 from align_circuits.run.memory import check_memory, of_sweeps
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
-from align_circuits.tables.tables import Table
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task, first_half
 from align_circuits.tasks.task import Task, sampled
 
@@ -140,18 +139,19 @@ def localize(
         diffuse = attending_diffusely(discovered, roles, thresholds, chance)
         heads = sorted({head for head, _ in [*candidates, *diffuse]})
 
-        def effects(prompts: Prompts, pair: Pair) -> tuple[Table, Table]:
-            ablation = ablate_heads(model, prompts, "mean", heads=heads, options=options)
-            return ablation, patch_heads(model, pair, heads=heads, options=options)
-
-        # Heads without an effect here would only weigh on the correction of the others.
-        mattered = mattering(effects(discovery, Pair(*task.pairs(discovery, seed))), thresholds, signs=(-1, 1))
+        # Heads without an effect here would only weigh on the correction of the others. Either effect is enough, and
+        # patches rerun a few positions where ablations rerun all: only the heads that these leave open are ablated.
+        chosen = Pair(*task.pairs(discovery, seed))
+        mattered = mattering(patch_heads(model, chosen, heads=heads, options=options), thresholds)
+        quiet = [head for head in heads if head not in mattered]
+        mattered |= mattering(ablate_heads(model, discovery, "mean", heads=quiet, options=options), thresholds, sign=-1)
 
         # Evidence for single heads, on the prompts that test, and the names that it gives.
         scores, p = score_and_test(model, tested, metrics, roles, seed=seed, options=options)
         other = task.control()
         control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
-        ablation_effects, patching_effects = effects(tested, pair)
+        ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
+        patching_effects = patch_heads(model, pair, heads=heads, options=options)
         settings = {
             "n": n,
             "seed": seed,

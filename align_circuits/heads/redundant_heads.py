@@ -92,7 +92,7 @@ class RedundantHeadSearch:
             if not candidates:
                 break
             effects = {prompts: self.effects(candidates, ablated, prompts) for prompts in self.scores}
-            mattered = mattering(effects[discovery], self.thresholds)
+            mattered = set().union(*(mattering(table, self.thresholds) for table in effects[discovery]))
             matters = {head: p for head, p in causal_p_values(effects[tested]).items() if head in mattered}
             kept = self.significant(role, ablated, matters) & self.attending(role, tested, ablated)
             found = {

@@ -18,7 +18,7 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 from align_circuits.hooks.names import Site, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import check_hook_points, evaluating
-from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
+from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, first_difference, order_of, starts_from
 from align_circuits.models.protocol import check_fits, device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import NUMBERS_CACHED, fitting_tokens, in_batches
@@ -162,7 +162,8 @@ class _KeptRuns:
     """Unedited runs by model and tokens, as many as memory should hold."""
 
     def __init__(self) -> None:
-        self.runs: dict[Hashable, Replay] = {}
+        self.runs: dict[tuple[Hashable, ...], Replay] = {}
+        """The last part of a key are the tokens."""
 
     def run(
         self, model: HookedModel, decoder: Decoder, inputs: Mapping[str, Any], keep: set[str], starts: list[int]
@@ -171,20 +172,27 @@ class _KeptRuns:
 
         Arguments as of `Replay.run`, whose `tokens`, `mask` and `queries` are `inputs`.
         """
-        key = (id(model), *((tensor.shape, tensor.cpu().numpy().tobytes()) for tensor in inputs.values()))
+        tokens, *others = inputs.values()
+        alike = (id(model), tokens.shape, *((tensor.shape, tensor.cpu().numpy().tobytes()) for tensor in others))
+        key = (*alike, tokens.cpu().numpy().tobytes())
         kept = self.runs.get(key)
         if kept is not None and kept.serves(keep, starts):
             return kept
-        # The next sweep edits other layers: it finds what it starts from, too.
+        # The next sweep edits other layers, from other columns on: it finds what it starts from, too.
         sites: set[Site] = {place[1] for name in keep if (place := site_of(name)) is not None}
         every = {name_of(site, layer) for site in sites for layer in range(model.cfg.n_layers)}
-        if kept is not None and kept.kept:
-            every, starts = every | kept.kept.keys(), [*starts, kept.start, kept.last_start]
-        others = sum(run.size for run in self.runs.values() if run is not kept)
-        expected = (len(every) + 2 * model.cfg.n_layers) * inputs["tokens"].numel() * model.cfg.d_model
-        if others + expected > NUMBERS_CACHED:
+        every |= kept.kept.keys() if kept is not None else set()
+        size = sum(run.size for run in self.runs.values() if run is not kept)
+        expected = (len(every) + 2 * model.cfg.n_layers) * tokens.numel() * model.cfg.d_model
+        if size + expected > NUMBERS_CACHED:
             return Replay.run(decoder, **inputs, keep=keep, starts=starts)
-        self.runs[key] = Replay.run(decoder, **inputs, keep=every, starts=starts)
+        for other, run in self.runs.items():
+            # Clean and corrupted prompts often differ at their ends alone.
+            is_alike = other[:-1] == alike and every <= run.kept.keys()
+            if is_alike and 2 * first_difference(run.tokens, tokens) > tokens.shape[1]:
+                self.runs[key] = run.beside(tokens)
+                return self.runs[key]
+        self.runs[key] = Replay.run(decoder, **inputs, keep=every, starts=[0, tokens.shape[1] - 1])
         return self.runs[key]
 
 
@@ -253,10 +261,11 @@ def _replay_batch(
         on_logits(batch.rows, widened(rows))
 
     source_run: Mapping[str, Tensor] = {}
-    if runs.source is not None and (replay.start < end or runs.on_source is not None):
+    first_start = min(begun)
+    if runs.source is not None and (first_start < end or runs.on_source is not None):
         tokens = runs.source.tokens[selected, batch.cropped :][:, :end].to(device)
-        names = set().union(*runs.names) if replay.start < end else set()
-        source_run, logits = replay.other(tokens, names, to_logits=runs.on_source is not None)
+        names = set().union(*runs.names) if first_start < end else set()
+        source_run, logits = replay.other(tokens, names, first_start, to_logits=runs.on_source is not None)
         if runs.on_source is not None and logits is not None:
             hand_over(runs.on_source, logits)
     # Edit sets that start at the same column share batches, ordered by the layer of their first edit: so each joins its
@@ -270,7 +279,7 @@ def _replay_batch(
         group.sort(key=lambda index: order_of(runs.names[index]))
         at_once = max(1, budget // (len(selected) * (end - start)))
         span = slice(batch.cropped + start, batch.cropped + end)
-        source = {name: values[:, start - replay.start :] for name, values in source_run.items()}
+        source = {name: values[:, start - first_start :] for name, values in source_run.items()}
         context = BatchContext(runs.prompts, selected, span, source)
         for indices in (group[first : first + at_once] for first in range(0, len(group), at_once)):
             changes = [changes_of(runs.edit_sets[index], runs.model, context) for index in indices]
@@ -282,8 +291,7 @@ def _first_difference(runs: _EditedRuns, selected: Int[Tensor, " prompt"]) -> in
     """The first column at which the source prompts differ."""
     if runs.source is None:
         return 0
-    columns = (runs.source.tokens[selected] != runs.prompts.tokens[selected]).any(0).nonzero()
-    return int(columns[0]) if len(columns) else runs.prompts.mask.shape[1]
+    return first_difference(runs.prompts.tokens[selected], runs.source.tokens[selected])
 
 
 def _needs_source(edit: Edit) -> bool:

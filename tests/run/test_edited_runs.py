@@ -654,12 +654,46 @@ def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch
             torch.testing.assert_close(measured(edit_sets), expected, atol=1e-10, rtol=0)
     runs = len(made)
     if most == 2**28:
-        assert runs == 3, "nothing edited, then from the first column, then from a later one, with all sites"
+        assert runs == 3, "nothing edited, then one site, then two"
     else:
         assert runs > 3
     made.clear()
     measured(sweeps[2])
     assert len(made) == 1, "nothing is kept longer"
+
+
+@pytest.mark.parametrize(("differs", "runs"), [(9, 1), (2, 2)], ids=["late", "early"])
+@pytest.mark.parametrize("padded", [0, 2], ids=["whole", "padded"])
+def test_runs_of_prompts_that_begin_alike_share_their_beginning(models, monkeypatch, differs, runs, padded):
+    model, made = models("llama", torch.float64), []
+    run = replay.Replay.run.__func__
+    monkeypatch.setattr(replay.Replay, "run", classmethod(lambda *a, **k: made.append(1) or run(*a, **k)))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 64, (3, 12), generator=generator)
+    others = torch.cat([tokens[:, :differs], torch.randint(3, 64, (3, 12 - differs), generator=generator)], 1)
+    clean, corrupted = (
+        Prompts.from_tokens([first[padded:], *rest]) for first, *rest in (tokens.tolist(), others.tolist())
+    )
+    ablations: list[list[Edit]] = [[ac.Ablate([(layer, 1)], how="zero")] for layer in range(model.cfg.n_layers)]
+    patches: list[list[Edit]] = [[ac.Patch([(layer, 0)])] for layer in range(model.cfg.n_layers)]
+
+    def measured(prompts: Prompts, edit_sets: Any, source: Prompts | None) -> Tensor:
+        logits, rows = torch.zeros(len(edit_sets), 6, 64, dtype=torch.float64), torch.arange(3).repeat_interleave(2)
+
+        def keep(index: int, rows: Tensor, values: Tensor) -> None:
+            logits[index, rows] = values
+
+        columns = torch.tensor([8, 11] * 3)
+        run_edited(model, prompts, edit_sets, prompt=rows, query=columns, on_logits=keep, source=source)
+        return logits
+
+    sweeps = [(clean, ablations, None), (corrupted, patches, clean), (corrupted, [[], *ablations], None)]
+    alone = [measured(*sweep) for sweep in sweeps]
+    made.clear()
+    with edited_runs.shared_runs(model):
+        for sweep, expected in zip(sweeps, alone, strict=True):
+            torch.testing.assert_close(measured(*sweep), expected, atol=1e-10, rtol=0)
+    assert len(made) == runs
 
 
 def test_no_hook_point_comes_after_all_layers():
