@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import architectures, attention_functions, bridges, fused_projections, user_code
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import modules_in, once_a_call
 from align_circuits.hooks.names import Site, name_of
@@ -75,11 +75,11 @@ class PatternProbe:
         keys = key.flatten(0, 1).mT
         # A score for each head, slot and position: passes over them are what rows cost, so there are few. The product
         # scales as it multiplies; rows are copied whole; a sum masks, since `masked_fill` takes ten times as long.
-        unused = folded.new_empty(1, 1, 1)
-        scores = torch.baddbmm(unused, folded, keys, beta=0, alpha=scaling).view(-1, length)
+        no_bias = folded.new_empty(1, 1, 1)
+        scores = torch.baddbmm(no_bias, folded, keys, beta=0, alpha=scaling).view(-1, length)
         head = torch.arange(heads, device=prompt.device)
-        at = ((prompt[:, None] * heads + head) * position.shape[1] + slot[:, None]).flatten()
-        scores = scores.index_select(0, at).view(-1, heads, length)
+        row_index = ((prompt[:, None] * heads + head) * position.shape[1] + slot[:, None]).flatten()
+        scores = scores.index_select(0, row_index).view(-1, heads, length)
         if mask is None:
             visible = torch.arange(length, device=query.device) <= queries[:, None, None]
         else:
@@ -104,15 +104,15 @@ class AttentionParts:
     changes: Mapping[str, Change]
     """By hook point of an `INSIDE_SITES` site."""
 
-    def change(self, site: Site, module: nn.Module, part: Tensor) -> Tensor:
+    def change(self, site: Site, module: nn.Module, activation: Tensor) -> Tensor:
         """Returns a part, or what replaces it."""
-        change = self.changes.get(name_of(site, compat.layer_of(module)))
-        new = None if change is None else change(part)
-        return part if new is None else new
+        change = self.changes.get(name_of(site, bridges.layer_of(module)))
+        replaced = None if change is None else change(activation)
+        return activation if replaced is None else replaced
 
     def need(self, site: Site, module: nn.Module) -> bool:
         """Whether a part is read or replaced."""
-        return name_of(site, compat.layer_of(module)) in self.changes
+        return name_of(site, bridges.layer_of(module)) in self.changes
 
 
 def probe_attention(
@@ -135,17 +135,18 @@ def probe_attention(
         return attention_function(module, query, key, value, kwargs["scaling"], kwargs.get("sliding_window")), None
     pattern = None
     if attention_parts is not None:
-        parts: tuple[tuple[Site, Tensor], ...] = (("rot_q", query), ("rot_k", key), ("v", value))
+        inputs: tuple[tuple[Site, Tensor], ...] = (("rot_q", query), ("rot_k", key), ("v", value))
         # hook points hold [prompt pos head d], attention functions take [prompt head pos d]
         query, key, value = (
-            attention_parts.change(site, module, part.transpose(1, 2)).transpose(1, 2) for site, part in parts
+            attention_parts.change(site, module, activation.transpose(1, 2)).transpose(1, 2)
+            for site, activation in inputs
         )
         if attention_parts.need("pattern", module):
             pattern = pattern_of(query, key, attention_mask, kwargs["scaling"])
             pattern = attention_parts.change("pattern", module, pattern)
     if pattern is None:
         # The same call as without us, so logits are those of Hugging Face to the bit.
-        z, _ = compat.sdpa(module, query, key, value, attention_mask, **kwargs)
+        z, _ = attention_functions.sdpa(module, query, key, value, attention_mask, **kwargs)
     else:
         z = attended_by(pattern, value)
     if attention_probe is not None:
@@ -155,7 +156,7 @@ def probe_attention(
         else:
             prompt, queries = attention_probe.on(pattern.device)
             rows = pattern[prompt, :, queries]
-        attention_probe.reduce(compat.layer_of(module), rows)
+        attention_probe.reduce(bridges.layer_of(module), rows)
     return z if attention_parts is None else attention_parts.change("z", module, z), None
 
 
@@ -185,10 +186,10 @@ def attended_by(
 def why_not_fast(model: HookedModel) -> str | None:
     """Returns why the fast path does not apply to a model, or None where it does."""
     architecture = getattr(model.cfg, "architecture", None)
-    if compat.is_bridge(model) and architecture not in ARCHITECTURES:
-        if compat.caps_scores(model):
+    if bridges.is_bridge(model) and architecture not in ARCHITECTURES:
+        if architectures.caps_scores(model):
             return f"{architecture} caps its attention scores, which fused attention does not honour"
-        if any(name.endswith("sinks") for name, _ in compat.wrapped(model).named_parameters()):
+        if any(name.endswith("sinks") for name, _ in bridges.wrapped(model).named_parameters()):
             return f"{architecture} has attention sinks, which fused attention does not honour"
         return f"{architecture} is not among {', '.join(ARCHITECTURES)}"
     return why_not_plain(model)
@@ -196,21 +197,21 @@ def why_not_fast(model: HookedModel) -> str | None:
 
 def why_not_plain(model: HookedModel) -> str | None:
     """Returns why a model computes otherwise than a Hugging Face model inside it, or None where it does not."""
-    if not compat.is_bridge(model):
+    if not bridges.is_bridge(model):
         return f"a {type(model).__name__} is no TransformerBridge over a Hugging Face model"
-    if compat.has_changed_weights(model):
+    if bridges.has_changed_weights(model):
         return "the bridge is in compatibility mode, where its weights are no longer Hugging Face's"
-    layer = once_a_call(model, "split weights", lambda: compat.split_weights_differ(model))
+    layer = once_a_call(model, "split weights", lambda: fused_projections.split_weights_differ(model))
     if layer is not None:
         return f"the bridge computes q, k and v of layer {layer} by other weights than Hugging Face's fused projection"
-    if hooked := compat.hooked_points(model):
+    if hooked := user_code.hooked_points(model):
         return f"hooks are attached ({hooked[0]}), which Hugging Face's own attention might not fire"
     return None
 
 
 def take_parts(model: PreTrainedModel) -> None:
     """Makes a plain Hugging Face model take `attention_parts`, for good; with none it computes as by "sdpa"."""
-    compat.register_attention(ATTENTION, probe_attention)
+    attention_functions.register_attention(ATTENTION, probe_attention)
     model.set_attn_implementation(ATTENTION)
 
 
@@ -226,5 +227,5 @@ def raw_attention(bridge: Any) -> Iterator[None]:
     """
     if reason := why_not_fast(bridge):
         raise ValueError(f"the fast engine cannot run this model: {reason}; use RunOptions(engine='reference')")
-    with compat.attention_function(bridge, modules_in(bridge), ATTENTION, probe_attention):
+    with attention_functions.attention_function(bridge, modules_in(bridge), ATTENTION, probe_attention):
         yield

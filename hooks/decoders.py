@@ -1,6 +1,7 @@
 """What replay runs: the parts of a decoder-only transformer one by one, without the hooks around them.
 
-A bridge over a Hugging Face model gives its parts through `compat`; any other model may offer its own (`HasDecoder`).
+A bridge over a Hugging Face model gives its parts through `compat/unhooked.py`; any other model may offer its own
+(`HasDecoder`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionFunction, raw_attention, why_not_fast
+from align_circuits.hooks.compat import architectures, attention_functions, bridges, stored_weights, unhooked, user_code
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import modules_in
 from align_circuits.hooks.names import Site, name_of
@@ -130,11 +131,11 @@ def why_no_decoder(model: HookedModel) -> str | None:
         return model.why_no_decoder()
     if reason := why_not_fast(model):
         return reason
-    if compat.rotating_by_length(modules_in(model)):
+    if architectures.rotating_by_length(modules_in(model)):
         return "its rotary embeddings depend on the length of the prompt, of which replay drops the end"
-    if own := compat.of_own_forward(model):
-        return f"the forward pass of a {own} is not that of transformers, which replay would pass by"
-    hooked = compat.hooked_modules(modules_in(model))
+    if changed_module := user_code.type_with_own_forward(model):
+        return f"the forward pass of a {changed_module} is not that of transformers, which replay would pass by"
+    hooked = user_code.hooked_modules(modules_in(model))
     return f"PyTorch hooks are attached to its modules ({hooked[0]}), which replay might not fire" if hooked else None
 
 
@@ -160,16 +161,16 @@ class _BridgeDecoder:
         return self.bridge.cfg
 
     def device_of(self, layer: int) -> torch.device:
-        return compat.device_of(self.bridge.blocks[layer])
+        return stored_weights.device_of(self.bridge.blocks[layer])
 
     def is_parallel(self, layer: int) -> bool:
-        return compat.is_parallel(self.bridge.blocks[layer])
+        return architectures.is_parallel(self.bridge.blocks[layer])
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return compat.embed(self.bridge, tokens, positions)
+        return unhooked.embed(self.bridge, tokens, positions)
 
     def rotation(self, residual: Tensor, positions: Tensor) -> Rotation | None:
-        return compat.rotation(self.bridge, residual, positions)
+        return unhooked.rotation(self.bridge, residual, positions)
 
     def attend(
         self,
@@ -182,7 +183,7 @@ class _BridgeDecoder:
         block = self.bridge.blocks[layer]
         options = {} if rotation is None else {"position_embeddings": rotation}
         with self._edited(layer, edits):
-            return compat.attend(block, compat.norm(block.ln1, residual), attention_function=attention, **options)
+            return unhooked.attend(block, unhooked.norm(block.ln1, residual), attention_function=attention, **options)
 
     def sdpa(
         self,
@@ -195,19 +196,19 @@ class _BridgeDecoder:
         *,
         edited: bool,  # noqa: ARG002 - the kernel is the same
     ) -> Tensor:
-        module = compat.component(self.bridge.blocks[layer].attn)
-        return compat.sdpa(module, query, key, value, mask, scaling=scaling)[0]
+        module = bridges.component(self.bridge.blocks[layer].attn)
+        return attention_functions.sdpa(module, query, key, value, mask, scaling=scaling)[0]
 
     def output(self, layer: int, z: Tensor) -> Tensor:
-        return compat.component(self.bridge.blocks[layer].attn.o)(z)
+        return bridges.component(self.bridge.blocks[layer].attn.o)(z)
 
     def mlp(self, layer: int, residual: Tensor, edits: Mapping[Site, Change]) -> Tensor:
         block = self.bridge.blocks[layer]
         with self._edited(layer, edits):
-            return compat.mlp(block.mlp, compat.norm(block.ln2, residual))
+            return unhooked.mlp(block.mlp, unhooked.norm(block.ln2, residual))
 
     def unembed(self, residual: Tensor) -> Tensor:
-        return compat.unembed(self.bridge, residual)
+        return unhooked.unembed(self.bridge, residual)
 
     @contextmanager
     def _edited(self, layer: int, edits: Mapping[Site, Change]) -> Iterator[None]:

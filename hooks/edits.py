@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import architectures, bridges
 from align_circuits.hooks.heads import HeadLike, describe, head_of, layers_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, has_heads_first, is_pattern, name_of
@@ -64,8 +64,8 @@ class Edit(ABC):
     """A change of activations; a value that serves any number of models and runs."""
 
     def __repr__(self) -> str:
-        parts = [text if name == "heads" else f"{name}={text}" for name, text in _settings(self).items()]
-        return f"{type(self).__name__}({', '.join(parts)})"
+        settings = [text if name == "heads" else f"{name}={text}" for name, text in _settings(self).items()]
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     def _repr_html_(self) -> str:
         settings = {name: html.escape(text) for name, text in _settings(self).items()}
@@ -128,7 +128,7 @@ def check_heads_apart(model: HookedModel, layer: int, site: str) -> None:
     Raises:
         ValueError: The model norms the queries or keys of all heads of the layer together, after the site.
     """
-    if compat.norms_heads_together(model, layer, site):
+    if architectures.norms_heads_together(model, layer, site):
         raise ValueError(
             f"site={site!r}: this model norms the {'queries' if site == 'q' else 'keys'} of all heads of layer {layer} "
             f"together, so a change of one head there rescales the others: take 'rot_{site}', which comes after the "
@@ -139,12 +139,12 @@ def check_heads_apart(model: HookedModel, layer: int, site: str) -> None:
 def as_hooked(changes: Mapping[str, Change], model: HookedModel) -> dict[str, Change]:
     """Returns changes of activations as changes at a model's hook points: the same, but for the stream within a layer.
 
-    Where the hook point between attention and MLP holds only what the MLP reads (`compat.is_copy_for_mlp`), what
+    Where the hook point between attention and MLP holds only what the MLP reads (`bridges.is_copy_for_mlp`), what
     changes there is added to the stream after the layer too, which it reaches unchanged in a `HookedTransformer`.
     """
     hooked = dict(changes)
     for name, change in changes.items():
-        if compat.is_copy_for_mlp(model, name):
+        if bridges.is_copy_for_mlp(model, name):
             after = name.replace("hook_resid_mid", "hook_resid_post")
             hooked[name], carried = _of_the_stream(change)
             hooked[after] = in_order([carried, changes[after]]) if after in changes else carried
@@ -169,11 +169,15 @@ def _of_the_stream(change: Change) -> tuple[Change, Change]:
 def _settings(edit: Edit) -> dict[str, str]:
     """The fields of an edit that are not left at their defaults, each in a few words."""
     settings = {}
-    for part in fields(edit):
-        value = getattr(edit, part.name)
+    for setting in fields(edit):
+        value = getattr(edit, setting.name)
         empty = isinstance(value, Sequence | Mapping) and not len(value)
-        if not empty and value is not part.default and not (isinstance(value, str | float) and value == part.default):
-            settings[part.name] = _in_short(part.name, value)
+        if (
+            not empty
+            and value is not setting.default
+            and not (isinstance(value, str | float) and value == setting.default)
+        ):
+            settings[setting.name] = _in_short(setting.name, value)
     return settings
 
 
@@ -218,9 +222,9 @@ def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
 
 def _digest(value: Tensor | Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256()
-    for name, part in [("", value)] if isinstance(value, Tensor) else sorted(value.items()):
-        sha.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
-        sha.update(part.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    for name, tensor in [("", value)] if isinstance(value, Tensor) else sorted(value.items()):
+        sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        sha.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
 
@@ -344,15 +348,11 @@ class _AtSite(Edit):
     def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:
         """One change for each layer that is named, or for the hook point."""
         mask = self._mask(context)
-        where = (
-            {self.hook: None}
-            if self.hook is not None
-            else {
-                name_of(self.site, layer): columns
-                for layer, columns in layers_of(cfg, self.site, self.heads, self.layers).items()
-            }
-        )
-        return {name: partial(self._change, name, columns, mask, context) for name, columns in where.items()}
+        if self.hook is not None:
+            return {self.hook: partial(self._change, self.hook, None, mask, context)}
+        columns_by_layer = layers_of(cfg, self.site, self.heads, self.layers)
+        names = {name_of(self.site, layer): columns for layer, columns in columns_by_layer.items()}
+        return {name: partial(self._change, name, columns, mask, context) for name, columns in names.items()}
 
     def start(self, context: BatchContext) -> int:
         """The first of `positions` in any prompt of the batch; the number of columns if there is none."""
@@ -421,6 +421,7 @@ def _basis_of(direction: Float[Tensor, "*k d"]) -> Float[Tensor, "k d"]:
             raise ValueError(f"a direction of length {float(length)}: give a vector that is not zero")
         return direction[None] / length
     products = direction @ direction.T
+    # Rows of a QR decomposition in float32 miss it by about 1e-6.
     if not len(direction) or (products - torch.eye(len(direction)).to(products)).abs().max() > 1e-4:
         raise ValueError(
             f"direction {tuple(direction.shape)}: its rows are not orthonormal; take torch.linalg.qr(rows.T).Q.T"
@@ -467,7 +468,11 @@ class AblationBaseline:
     """What the groups of `means` are."""
 
     def __repr__(self) -> str:
-        held = [f"{name} at {len(part)} hook points" for name, part in vars(self).items() if name != "by" and part]
+        held = [
+            f"{name} at {len(by_hook_point)} hook points"
+            for name, by_hook_point in vars(self).items()
+            if name != "by" and by_hook_point
+        ]
         return f"AblationBaseline({', '.join(held)})"
 
 
@@ -477,9 +482,9 @@ def default_groups(prompts: Prompts) -> MeansBy:
     Aligned are at least eight prompts of one length, each of whose named positions (`Prompts.positions`) lies at the
     same place in all. Of fewer, too much of a mean is the prompt's own activation.
     """
-    places = prompts.positions.values()
-    aligned = len(prompts) >= 8 and bool(prompts.mask.all()) and all(len(columns.unique()) == 1 for columns in places)
-    return "position" if places and aligned else "kind"
+    named = prompts.positions.values()
+    aligned = len(prompts) >= 8 and bool(prompts.mask.all()) and all(len(columns.unique()) == 1 for columns in named)
+    return "position" if named and aligned else "kind"
 
 
 def groups_of(prompts: Prompts, by: MeansBy = "kind") -> Int[Tensor, "prompt pos"]:
@@ -542,10 +547,10 @@ class Ablate(_AtSite):
         baseline = self.baseline or AblationBaseline()
         by_name = baseline.means if self.how == "mean" else baseline.values
         if old.name not in by_name:
-            place = f"site={self.site!r}" if self.hook is None else f"hook={self.hook!r}"
+            site = f"site={self.site!r}" if self.hook is None else f"hook={self.hook!r}"
             raise ValueError(
                 f"how={self.how!r} needs a baseline that has {old.name!r}: make it with "
-                f"ablation_baseline(model, prompts, how={self.how!r}, {place})"
+                f"ablation_baseline(model, prompts, how={self.how!r}, {site})"
             )
         if old.context is None:
             raise ValueError(
@@ -561,9 +566,9 @@ class Ablate(_AtSite):
         # Means of groups that the baseline lacks are NaN. At padding, which nothing reads, they become 0.
         by_token = means[group.clamp(max=len(means) - 1)]
         if (by_token.flatten(2).isnan().any(2) | (group >= len(means)))[old.of_tokens(old.context.prompts.mask)].any():
-            place = "at a position" if baseline.by == "position" else "of a kind"
+            group_name = "at a position" if baseline.by == "position" else "of a kind"
             raise ValueError(
-                f"the prompts have tokens {place} that the reference prompts lack: give others as baseline"
+                f"the prompts have tokens {group_name} that the reference prompts lack: give others as baseline"
             )
         return by_token.nan_to_num(0)
 
@@ -595,11 +600,11 @@ class Clamp(Edit):
                 f"no relation {self.relation!r} in these prompts; they have {', '.join(context.prompts.relations)}"
             )
         relation = context.prompts.relations[self.relation]
-        # The relation covers all prompts, a batch some of them: `place` is where each stands in the batch.
-        place = torch.full((len(context.prompts),), -1)
-        place[context.rows] = torch.arange(len(context.rows))
-        in_batch = (place[relation.prompt] >= 0).nonzero()[:, 0]
-        prompt, query = place[relation.prompt[in_batch]], relation.query[in_batch]
+        # The relation covers all prompts, a batch some of them; -1 for those that are not in it.
+        row_in_batch = torch.full((len(context.prompts),), -1)
+        row_in_batch[context.rows] = torch.arange(len(context.rows))
+        in_batch = (row_in_batch[relation.prompt] >= 0).nonzero()[:, 0]
+        prompt, query = row_in_batch[relation.prompt[in_batch]], relation.query[in_batch]
         if len(torch.stack([prompt, query]).unique(dim=1).T) != len(in_batch):
             raise ValueError(f"relation {self.relation!r} has two rows at one query, which can attend only one way")
         keys = relation.expand(in_batch)[0].float()
@@ -614,10 +619,10 @@ class Clamp(Edit):
             new[prompt[runs, None], heads, query[runs, None] - first] = rows[:, None].expand(-1, len(heads), -1).to(new)
             return new
 
-        where = layers_of(cfg, "pattern", self.heads)
+        heads_by_layer = layers_of(cfg, "pattern", self.heads)
         return {
             name_of("pattern", layer): partial(change, name_of("pattern", layer), heads)
-            for layer, heads in where.items()
+            for layer, heads in heads_by_layer.items()
             if heads is not None
         }
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.hooks import compat
 from align_circuits.hooks.attention import raw_attention
+from align_circuits.hooks.compat import bridges
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
@@ -54,9 +54,11 @@ def gradients_at(
     def keep(name: str) -> Change:
         def change(activation: Tensor) -> Tensor:
             new = changed[name](activation) if name in changed else None
-            now = activation if new is None else new
-            kept[name] = now.clone()  # a node of its own, which is passed on
-            if not now.requires_grad:  # where the graph begins: parameters may be frozen, and activations replaced
+            activation_now = activation if new is None else new
+            kept[name] = activation_now.clone()  # a node of its own, which is passed on
+            if (
+                not activation_now.requires_grad
+            ):  # where the graph begins: parameters may be frozen, and activations replaced
                 kept[name].requires_grad_()
             return kept[name]
 
@@ -64,13 +66,13 @@ def gradients_at(
 
     probes = Probes(model, {name: keep(name) for name in dict.fromkeys((first, *changed, *names))})
     inputs: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask.long()}
-    if compat.is_bridge(model):
+    if bridges.is_bridge(model):
         inputs |= {"use_cache": False, "logits_to_keep": queries.cpu()}
         if "attention_mask" in inputs:
             inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.enable_grad(), evaluating(model), raw_attention(model) if fast else nullcontext():
         logits = model.run_with_hooks(tokens, fwd_hooks=probes.fwd_hooks, **inputs)
-        logits = logits if compat.is_bridge(model) else logits[:, queries.to(logits.device)]
+        logits = logits if bridges.is_bridge(model) else logits[:, queries.to(logits.device)]
         probes.check()
         if logits.isnan().any():
             padded = not bool(mask.all()) and logits.dtype == torch.float64

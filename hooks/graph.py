@@ -140,8 +140,10 @@ class Graph:
         hint = ""
         if match := re.match(r"L(\d+)H(\d+)", name):
             layer, head = int(match[1]), int(match[2])
-            heads = [one for one in self.receivers if one.layer == layer and one.head is not None]
-            inputs = ", ".join(one.name for one in heads if head // one.shared == one.head)
+            in_layer = [
+                receiver for receiver in self.receivers if receiver.layer == layer and receiver.head is not None
+            ]
+            inputs = ", ".join(receiver.name for receiver in in_layer if head // receiver.shared == receiver.head)
             hint = f"; {match[0]} reads through {inputs}" if inputs else ""
         return _index(name, [receiver.name for receiver in self.receivers], "receiver", hint)
 

@@ -113,7 +113,7 @@ def layers_of(cfg: Any, site: str, heads: Sequence[HeadLike], layers: Sequence[i
     for layer in sorted({layer for layer, _ in selected}):
         in_layer = {head for layer_of_head, head in selected if layer_of_head == layer}
         # One key or value serves all heads of a group: an edit of some would silently change the others too.
-        groups = {head // shared * shared + place for head in in_layer for place in range(shared)}
+        groups = {head // shared * shared + member for head in in_layer for member in range(shared)}
         if groups != in_layer:
             raise ValueError(
                 f"heads that share a key head cannot change their {site} apart: name all of "

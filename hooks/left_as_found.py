@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import architectures, bridges, fused_projections, model_state, user_code
 from align_circuits.tables.calls import Call
 from align_circuits.tables.tables import Table
 
@@ -40,7 +40,7 @@ def leaves_as_found(function: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         model = args[0] if args else kwargs.get("model")
         outer: tuple[tuple[Any, dict[Hashable, Any]], ...] = getattr(_watched, "models", ())
-        if any(model is each for each, _ in outer):
+        if any(model is watched for watched, _ in outer):
             return function(*args, **kwargs)
         signals, failed = _Signals(), True
         try:
@@ -48,27 +48,27 @@ def leaves_as_found(function: Function) -> Function:
                 signals.hold()
             with (
                 nullcontext() if outer else _filters_kept(),
-                one_thread_at_a_time(lambda: compat.parts_of(model), signals),
+                one_thread_at_a_time(lambda: bridges.parts_of(model), signals),
             ):
-                if (layer := compat.fused_left_behind(model)) is not None:
+                if (layer := fused_projections.fused_left_behind(model)) is not None:
                     raise ValueError(
                         f"the fused projection of layer {layer} has changed, but TransformerLens computes with the "
                         "parts that it had split from it before: load the Hugging Face model anew"
                     )
-                modules = [*compat.modules_of(model, compat.wrapped(model))]
-                compat.wire_hooks(modules)
-                restore = compat.remembered(model)
+                modules = [*bridges.modules_of(model, bridges.wrapped(model))]
+                bridges.wire_hooks(modules)
+                restore = model_state.remembered(model)
                 try:
                     try:
                         _watched.models = (*outer, (model, {}))
-                        if (part := compat.unheard(model)) is not None:
+                        if (uncalled := user_code.uncalled_user_code(model)) is not None:
                             raise ValueError(
-                                f"a hook, a forward pass or attention of your own on a {part} has no effect, since "
+                                f"a hook, a forward pass or attention of your own on a {uncalled} has no effect, since "
                                 "TransformerLens computes what it does by itself: give model.add_hook a function for "
                                 "a hook point instead"
                             )
-                        for rotary in compat.rotating_by_length(modules):
-                            compat.rotate_by_prompt(rotary)
+                        for rotary in architectures.rotating_by_length(modules):
+                            architectures.rotate_by_prompt(rotary)
                         signals.open = True
                         result = function(*args, **kwargs)
                         failed = False
@@ -105,7 +105,7 @@ def once_a_call(model: Any, key: Hashable, compute: Callable[[], Value]) -> Valu
 
 def modules_in(model: Any) -> Sequence[nn.Module]:
     """Returns the modules of a model and of what it wraps; within a call they are listed once."""
-    return once_a_call(model, "modules", lambda: [*compat.modules_of(model, compat.wrapped(model))])
+    return once_a_call(model, "modules", lambda: [*bridges.modules_of(model, bridges.wrapped(model))])
 
 
 class _Signals:
@@ -190,7 +190,7 @@ def _filters_kept() -> Iterator[None]:
     They belong to the process: of two calls side by side, one may find what the other has set for a moment.
     """
     with _turns:
-        restore = _filters_then[0] if _filters_then else compat.remembered_filters()
+        restore = _filters_then[0] if _filters_then else model_state.remembered_filters()
         _filters_then.append(restore)
     try:
         yield

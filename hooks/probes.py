@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import bridges, stored_weights
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 
@@ -171,10 +171,12 @@ def _landing(model: Any, names: Collection[str]) -> tuple[list[str], list[str]]:
             logits = model.run_with_hooks(tokens, fwd_hooks=[(name, partial(watched, name)) for name in names])
             steps = list(graph.values())
             try:
-                found = torch.autograd.grad(logits.float().square().sum(), steps, allow_unused=True) if steps else ()
+                gradients = (
+                    torch.autograd.grad(logits.float().square().sum(), steps, allow_unused=True) if steps else ()
+                )
             except RuntimeError:  # weights in codes, or parts without gradients: noise tells
-                found = (None,) * len(steps)
-        reached = {name for name, gradient in zip(graph, found, strict=True) if gradient is not None}
+                gradients = (None,) * len(steps)
+        reached = {name for name, gradient in zip(graph, gradients, strict=True) if gradient is not None}
         with torch.no_grad():
             doubtful = [name for name in names if name in fired - reached]
             logits = model(tokens) if doubtful else logits
@@ -193,7 +195,7 @@ def _few_tokens(model: Any) -> Tensor:
     if d_in is not None:
         return torch.randn(1, length, d_in, generator=torch.Generator().manual_seed(0)).to(first)
     words = torch.linspace(0, model.cfg.d_vocab - 1, length).long()[None]
-    return words.to(compat.device_of(compat.wrapped(model)))
+    return words.to(stored_weights.device_of(bridges.wrapped(model)))
 
 
 def _most_alike(name: str, known: Iterable[str], count: int = 8) -> list[str]:

@@ -15,8 +15,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from align_circuits.hooks import compat
 from align_circuits.hooks.attention import PatternProbe, attended_by, pattern_of
+from align_circuits.hooks.compat import attention_functions
 from align_circuits.hooks.decoders import Decoder
 from align_circuits.hooks.names import Site, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change
@@ -54,8 +54,8 @@ EditSet = Mapping[str, Change]
 
 def order_of(names: Collection[str]) -> tuple[int, int]:
     """Returns the layer and the place in `REPLAY_SITES` of the first of some hook points; none at all come last."""
-    places = [place for name in names if (place := site_of(name)) is not None]
-    return min(((layer, REPLAY_SITES.index(site)) for layer, site in places), default=(2**31, 0))
+    sites = [at_site for name in names if (at_site := site_of(name)) is not None]
+    return min(((layer, REPLAY_SITES.index(site)) for layer, site in sites), default=(2**31, 0))
 
 
 def starts_from(edited: Collection[Collection[str]]) -> set[str]:
@@ -63,8 +63,8 @@ def starts_from(edited: Collection[Collection[str]]) -> set[str]:
     needed: set[str] = set()
     for names in edited:
         if names:
-            layer, place = order_of(names)
-            needed |= {name_of(site, layer) for site in _STARTS_FROM[REPLAY_SITES[place]]}
+            layer, order = order_of(names)
+            needed |= {name_of(site, layer) for site in _STARTS_FROM[REPLAY_SITES[order]]}
     return needed
 
 
@@ -116,7 +116,7 @@ class _Batch:
         edits = [self.edit_sets[index] for index in self.running]
         if any(name in changes for changes in edits):
             pairs = zip(edits, activation, strict=True)
-            activation = torch.stack([_edited(changes, name, part) for changes, part in pairs])
+            activation = torch.stack([_edited(changes, name, of_edit_set) for changes, of_edit_set in pairs])
         if name in self.keep:
             # Only the unedited run keeps anything, and it is the only one in its batch.
             self.kept[name] = activation[0]
@@ -260,16 +260,16 @@ class Replay:
         first = min(first_difference(self.tokens, tokens), start)
         if first == tokens.shape[1]:  # the same prompts, of which nothing is edited
             return {}, self.logits if to_logits else None
-        others = _Batch(first, self.queries[self.queries >= first] - first, [{}], [0], names)
-        last = max((place[0] for name in names if (place := site_of(name)) is not None), default=0)
+        batch = _Batch(first, self.queries[self.queries >= first] - first, [{}], [0], names)
+        last = max((at_site[0] for name in names if (at_site := site_of(name)) is not None), default=0)
         residual = self.decoder.embed(tokens[:, first:], self.positions[:, first:])
-        end = self._through(others, residual[None], 0, self.decoder.cfg.n_layers if to_logits else last + 1)
+        end = self._through(batch, residual[None], 0, self.decoder.cfg.n_layers if to_logits else last + 1)
         logits = (
             torch.cat([self.logits[:, self.queries < first], self.decoder.unembed(end)[0]], 1) if to_logits else None
         )
         return {
             name: value[:, :, start - first :] if is_pattern(name) else value[:, start - first :]
-            for name, value in others.kept.items()
+            for name, value in batch.kept.items()
         }, logits
 
     def serves(self, keep: Collection[str], starts: Collection[int]) -> bool:
@@ -281,8 +281,8 @@ class Replay:
     @property
     def size(self) -> int:
         """How many numbers are kept."""
-        parts = [*self.kept.values(), *chain.from_iterable(self.past.values()), self.logits]
-        return sum(part.numel() for part in parts)
+        tensors = [*self.kept.values(), *chain.from_iterable(self.past.values()), self.logits]
+        return sum(tensor.numel() for tensor in tensors)
 
     def replay(
         self, edit_sets: Sequence[EditSet], start: int, probe: PatternProbe | None = None
@@ -307,8 +307,8 @@ class Replay:
         last = self._through(batch, empty, min(map(order_of, edit_sets))[0], self.decoder.cfg.n_layers)
         before = self.logits[:, self.queries < start]
         step = max(1, _LOGITS_AT_ONCE // max(1, self.decoder.cfg.d_vocab * last[0, :, :, 0].numel()))
-        for first, part in zip(range(0, len(last), step), last.split(step), strict=True):
-            for index, after in zip(batch.running[first:], self.decoder.unembed(part), strict=False):
+        for first, some_rows in zip(range(0, len(last), step), last.split(step), strict=True):
+            for index, after in zip(batch.running[first:], self.decoder.unembed(some_rows), strict=False):
                 yield index, torch.cat([before, after], 1) if before.shape[1] else after
 
     def _through(
@@ -404,7 +404,7 @@ class Replay:
             copies = len(residual) if self.real is not None else 1
             # With padding every prompt has positions of its own, once for each edit set; else one row of angles serves
             # all.
-            cos, sin = (part[:, batch.start :].repeat(copies, 1, 1).to(residual.device) for part in self.rotation)
+            cos, sin = (angles[:, batch.start :].repeat(copies, 1, 1).to(residual.device) for angles in self.rotation)
             rotation = cos, sin
         attention, edits = partial(self._attention, batch, layer, queries), batch.edits(_ATTENTION_INPUTS, layer)
         return self.decoder.attend(layer, residual.flatten(0, 1), attention, rotation, edits).view_as(residual)
@@ -422,8 +422,10 @@ class Replay:
         window: int | None,
     ) -> Float[Tensor, "row pos head d_head"]:
         """Attention from the columns of a batch to themselves and, before them, to those of the unedited run."""
-        parts: tuple[tuple[Site, Tensor], ...] = (("rot_q", query), ("rot_k", key), ("v", value))
-        query, key, value = (batch.edit_rows(site, layer, part.transpose(1, 2)).transpose(1, 2) for site, part in parts)
+        inputs: tuple[tuple[Site, Tensor], ...] = (("rot_q", query), ("rot_k", key), ("v", value))
+        query, key, value = (
+            batch.edit_rows(site, layer, activation.transpose(1, 2)).transpose(1, 2) for site, activation in inputs
+        )
         if batch.past is not None:
             batch.past[layer] = key, value
         if batch.probe is not None:
@@ -446,11 +448,11 @@ class Replay:
             edited = any(batch.needs(site, layer) for site in (*_ATTENTION_INPUTS, "rot_q", "rot_k", "v"))
             z = self.decoder.sdpa(layer, at_queries, key, value, mask, scaling, edited=edited)
         name = name_of("pattern", layer)
-        for place, index in enumerate(batch.running):
+        for n, index in enumerate(batch.running):
             if name in batch.edit_sets[index] or name in batch.keep:  # then all positions are computed
-                rows = slice(place * len(self.tokens), (place + 1) * len(self.tokens))
-                own = query[rows], key[rows], value[rows]
-                z[rows] = self._by_pattern(batch, layer, batch.edit_sets[index], *own, scaling, window)
+                rows = slice(n * len(self.tokens), (n + 1) * len(self.tokens))
+                of_edit_set = query[rows], key[rows], value[rows]
+                z[rows] = self._by_pattern(batch, layer, batch.edit_sets[index], *of_edit_set, scaling, window)
         if queries is not None:  # the layer's output matrix expects all positions; the others are not read
             all_positions = z.new_zeros(len(query), query.shape[2], *z.shape[2:])
             all_positions[:, queries] = z
@@ -470,8 +472,8 @@ class Replay:
     ) -> Float[Tensor, "prompt pos head d_head"]:
         """The same for one edit set, by its pattern, which it edits."""
         if batch.start:
-            past = (part[:, :, : batch.start] for part in self.past[layer])
-            key, value = (torch.cat(parts, 2) for parts in zip(past, (key, value), strict=True))
+            past = (tensor[:, :, : batch.start] for tensor in self.past[layer])
+            key, value = (torch.cat(tensors, 2) for tensors in zip(past, (key, value), strict=True))
         mask = self._visible(batch.start, window, None, key.device)[:, None]
         name = name_of("pattern", layer)
         pattern = _edited(edits, name, pattern_of(query, key, mask, scaling))
@@ -490,14 +492,14 @@ class Replay:
         scaling: float,
         window: int | None,
     ) -> Float[Tensor, "row pos head d_head"]:
-        """Attention to the past and to a batch's own columns, each with a softmax of its own, merged."""
+        """Attention to the past and to the recent columns, which the batch runs: each with its own softmax, merged."""
         # The past is the same for all edit sets: their queries are folded into one attention to it, in which keys and
-        # values appear once. Own columns differ, so each edit set attends to its own. Heads that share a key head are
-        # folded into queries too.
+        # values appear once. Recent columns differ, so each edit set attends to its own. Heads that share a key head
+        # are folded into queries too.
         start, sets, key_heads = batch.start, len(batch.running), key.shape[1]
         sizes = {"set": sets, "key": key_heads, "query": query.shape[2]}
         seen = self._visible(start, window, queries, key.device).repeat(1, query.shape[1] // key_heads, 1)[:, None]
-        past_keys, past_values = (part[:, :, :start] for part in self.past[layer])
+        past_keys, past_values = (tensor[:, :, :start] for tensor in self.past[layer])
         all_seen = window is None and self.real is None
         past, past_log = _softmax_attention(
             rearrange(query, "(set prompt) (key group) query d -> prompt key (set group query) d", **sizes),
@@ -506,7 +508,7 @@ class Replay:
             scaling,
             None if all_seen else seen[..., :start].repeat(1, 1, sets, 1),
         )
-        own, own_log = _softmax_attention(
+        recent, recent_log = _softmax_attention(
             rearrange(query, "row (key group) query d -> row key (group query) d", key=key_heads),
             key,
             value,
@@ -515,12 +517,12 @@ class Replay:
         )
         past = rearrange(past, "prompt key (set group query) d -> set prompt query key group d", **sizes)
         past_log = rearrange(past_log, "prompt key (set group query) -> set prompt query key group", **sizes)
-        own = rearrange(own, "(set prompt) key (group query) d -> set prompt query key group d", **sizes)
-        own_log = rearrange(own_log, "(set prompt) key (group query) -> set prompt query key group", **sizes)
+        recent = rearrange(recent, "(set prompt) key (group query) d -> set prompt query key group d", **sizes)
+        recent_log = rearrange(recent_log, "(set prompt) key (group query) -> set prompt query key group", **sizes)
         # With m and n the logarithms of the two denominators, one softmax over all columns gives the past the share
         # e^m / (e^m + e^n). That quotient may overflow; sigmoid(m - n), which it equals, cannot.
-        share = torch.sigmoid(past_log - own_log)[..., None].to(own)
-        z = torch.lerp(own, past, share)
+        share = torch.sigmoid(past_log - recent_log)[..., None].to(recent)
+        z = torch.lerp(recent, past, share)
         return rearrange(z, "set prompt query key group d -> (set prompt) query (key group) d")
 
     def _visible(
@@ -553,10 +555,10 @@ def _places(mask: Bool[Tensor, "prompt pos"]) -> tuple[Tensor | None, Int[Tensor
     return mask, (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def _first(part: Float[Tensor, "row head pos d_head"], columns: int) -> Float[Tensor, "row head column d_head"]:
+def _first(tensor: Float[Tensor, "row head pos d_head"], columns: int) -> Float[Tensor, "row head column d_head"]:
     """The first columns; a copy where they are few, since a view keeps all the others in memory."""
-    first = part[:, :, :columns]
-    return first.clone() if 2 * columns < part.shape[2] else first
+    first = tensor[:, :, :columns]
+    return first.clone() if 2 * columns < tensor.shape[2] else first
 
 
 def _softmax_attention(
@@ -572,14 +574,14 @@ def _softmax_attention(
         # The least finite number, not -inf: a query may see nothing of the past, and 0 / 0 is NaN. Its softmax is then
         # some mean, with a denominator whose logarithm is so low that the merge gives it the share 0.
         mask = query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)
-    attend = compat.fused_attention if query.device.type == "cpu" else plain_attention
+    attend = attention_functions.fused_attention if query.device.type == "cpu" else plain_attention
     return attend(query, key, value, scaling, mask)
 
 
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `compat.fused_attention` returns, on any device."""
+    """Returns what `attention_functions.fused_attention` returns, on any device."""
     scores = query @ key.mT * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + (0 if mask is None else mask)
     total = scores.logsumexp(-1)

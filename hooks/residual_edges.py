@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import architectures, bridges, stored_weights, unhooked
 from align_circuits.hooks.edits import BatchContext, Edit
 from align_circuits.hooks.graph import Graph, Reading
 from align_circuits.hooks.names import name_of
@@ -38,9 +38,13 @@ class ResidualEdges:
             )
         self.graph = Graph.of(model.cfg)
         self._blocks = model.blocks
-        self._scales = [compat.contribution_scale(block) for block in model.blocks]
+        self._scales = [architectures.contribution_scale(block) for block in model.blocks]
         self._weights = [
-            {name: compat.head_weight(block.attn, name) for part in "QKVO" for name in (f"W_{part}", f"b_{part}")}
+            {
+                name: stored_weights.head_weight(block.attn, name)
+                for letter in "QKVO"
+                for name in (f"W_{letter}", f"b_{letter}")
+            }
             for block in model.blocks
         ]
 
@@ -68,14 +72,14 @@ class ResidualEdges:
             return residual
         block, given = self._blocks[layer], residual.device
         weights, bias = (self._weights[layer].get(f"{kind}_{site.upper()}") for kind in "Wb")
-        residual = residual.to(compat.device_of(block))
+        residual = residual.to(stored_weights.device_of(block))
         if site == "mlp":
             # A parallel block may have one norm for both of its parts (GPT-J, Phi).
             norm = "ln1" if self.graph.parallel and getattr(block, "ln2", None) is None else "ln2"
-            output = compat.mlp_contribution(block, _normed(block, norm, residual[:, :, 0]))
+            output = unhooked.mlp_contribution(block, _normed(block, norm, residual[:, :, 0]))
             return (output * self._scales[layer])[:, :, None].to(given)
-        out = torch.einsum("nphd,hde->nphe", _normed(block, "ln1", residual), weights)
-        return (out if bias is None else out + bias).to(given)
+        projected = torch.einsum("nphd,hde->nphe", _normed(block, "ln1", residual), weights)
+        return (projected if bias is None else projected + bias).to(given)
 
     def pulled(
         self,
@@ -101,7 +105,7 @@ class ResidualEdges:
             # All receivers share the norm's forward pass, and each pulls its own gradient through it.
             weights, block = self._weights[layer][f"W_{site.upper()}"], self._blocks[layer]
             by_receiver = torch.einsum("nphe,hde->hnpd", gradient.to(weights.device), weights)
-            normed = _normed(block, "ln1", stream.to(compat.device_of(block)))
+            normed = _normed(block, "ln1", stream.to(stored_weights.device_of(block)))
             (pulled,) = torch.autograd.grad(normed, stream, by_receiver.to(normed), is_grads_batched=True)
             return rearrange(pulled, "column prompt pos d_model -> prompt pos column d_model")
 
@@ -129,15 +133,16 @@ def sent_from(graph: Graph) -> list[str]:
 
 def sites_of(graph: Graph) -> dict[tuple[Reading, int], slice]:
     """Returns the places of the receivers of each site and layer among `graph.receivers`."""
-    places: dict[tuple[Reading, int], list[int]] = {}
-    for place, receiver in enumerate(graph.receivers):
-        places.setdefault((receiver.site, receiver.layer), []).append(place)
-    return {at: slice(indices[0], indices[-1] + 1) for at, indices in places.items()}
+    by_site: dict[tuple[Reading, int], list[int]] = {}
+    for index, receiver in enumerate(graph.receivers):
+        by_site.setdefault((receiver.site, receiver.layer), []).append(index)
+    # All receivers of one site and layer are neighbours in `graph.receivers`.
+    return {site: slice(indices[0], indices[-1] + 1) for site, indices in by_site.items()}
 
 
 def hook_points(graph: Graph) -> list[str]:
     """Returns the hook points of all senders and receivers."""
-    ends = {place for site in sites_of(graph) for place in (reads_from(graph, *site), lands_at(graph, *site))}
+    ends = {hook_point for site in sites_of(graph) for hook_point in (reads_from(graph, *site), lands_at(graph, *site))}
     return sorted({*ends, *sent_from(graph)})
 
 
@@ -200,23 +205,23 @@ class PatchEdges(_ByCopy):
         graph, residual_edges = self.residual_edges.graph, self.residual_edges
         copy, prompt = self._copies(context, len(self.source[EMBEDDED]))
         names, sites = sent_from(graph), sites_of(graph)
-        used = [site for site, places in sites.items() if self.edges[:, places].any()]
+        used = [site for site, receivers in sites.items() if self.edges[:, receivers].any()]
         columns = columns_of(graph)
         read_at = {reads_from(graph, *site) for site in used}
         senders = [name for name in names if self.edges[:, :, columns[name]].any()]
-        # One forward pass fills these, in the order in which it fires hooks: when a receiver is reached, `other` holds
-        # exactly the senders that wrote before it. Every batch calls `changes` anew, so nothing is left of the last
-        # pass.
+        # One forward pass fills these, in the order in which it fires hooks: when a receiver is reached, `differences`
+        # holds exactly the senders that wrote before it. Every batch calls `changes` anew, so nothing is left of the
+        # last pass.
         stream: dict[str, Tensor] = {}
-        other: dict[str, Tensor] = {}
+        differences: dict[str, Tensor] = {}
         computing: list[str] = []  # the MLP of BLOOM fires its hooks also where it is computed anew
 
         def patched(site: tuple[Reading, int], activation: Tensor) -> Tensor:
             patched_edges = self.edges[copy, sites[site]].to(activation)
             residual = activation if site[0] == "logits" else stream[reads_from(graph, *site)]
             change = torch.zeros_like(residual)[:, :, None].repeat(1, 1, patched_edges.shape[1], 1)
-            for sender in [sender for sender in senders if sender in other]:
-                written = other[sender].to(change.device)
+            for sender in [sender for sender in senders if sender in differences]:
+                written = differences[sender].to(change.device)
                 carried = patched_edges[:, :, columns[sender]].to(change.device)
                 change = change + torch.einsum("npsd,nrs->nprd", written, carried)
             computing.append(site[0])
@@ -238,7 +243,7 @@ class PatchEdges(_ByCopy):
                     # Less what the sender writes now, patches before it included: that is what the residual stream
                     # holds.
                     before = self.source[name][prompt][:, -output.shape[1] :].to(output)
-                    other[name] = written_by(residual_edges, name, before - output)
+                    differences[name] = written_by(residual_edges, name, before - output)
                 return new
 
             return change
@@ -261,9 +266,9 @@ class PatchReceivers(_ByCopy):
         """A change at each receiver."""
         copy, prompt = self._copies(context, len(next(iter(self.received.values()))))
 
-        def change_at(name: str, places: slice) -> Change:
+        def change_at(name: str, receivers: slice) -> Change:
             def change(activation: Tensor) -> Tensor:
-                given = self.receivers[copy, places].to(activation.device)[:, None]
+                given = self.receivers[copy, receivers].to(activation.device)[:, None]
                 given = given[..., None] if activation.ndim == 4 else given
                 new = self.received[name][prompt][:, -activation.shape[1] :].to(activation)
                 return torch.where(given, new, activation)
@@ -271,13 +276,13 @@ class PatchReceivers(_ByCopy):
             return change
 
         return {
-            name: change_at(name, places)
-            for site, places in sites_of(self.graph).items()
-            if (name := lands_at(self.graph, *site)) in self.received and self.receivers[:, places].any()
+            name: change_at(name, receivers)
+            for site, receivers in sites_of(self.graph).items()
+            if (name := lands_at(self.graph, *site)) in self.received and self.receivers[:, receivers].any()
         }
 
 
 def _normed(block: Any, name: str, residual: Tensor) -> Tensor:
     """The residual stream after a norm of a block, where it has that norm."""
     norm: nn.Module | None = getattr(block, name, None)
-    return residual if norm is None else compat.component(norm)(residual)
+    return residual if norm is None else bridges.component(norm)(residual)

@@ -12,7 +12,7 @@ from align_circuits.circuits.faithful import completeness, minimality
 from align_circuits.circuits.pruning import prune_edges
 from align_circuits.heads.permutation_tests import p_values
 from align_circuits.heads.task_vector_effects import task_vectors
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import bridges
 from align_circuits.run.forward_pass import forward
 
 TASK = ac.Seq2SeqTask(x_len=2, n_examples=2, phrase_len=1)
@@ -23,7 +23,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def found(model: Any) -> dict[str, Any]:
     """Everything that a verb must leave as it is: of each module, of each parameter, of the process."""
     modules = {f"{root}{name}": module for root, part in roots(model) for name, module in part.named_modules()}
-    compat.wire_hooks(modules.values())  # a bridge attaches its own in its first run
+    bridges.wire_hooks(modules.values())  # a bridge attaches its own in its first run
     state: dict[str, Any] = {}
     for name, module in modules.items():
         state |= {f"{name} {kind}": list(getattr(module, kind).items()) for kind in HOOKS}
@@ -51,7 +51,7 @@ def found(model: Any) -> dict[str, Any]:
 
 
 def roots(model: Any) -> list[tuple[str, nn.Module]]:
-    return [("", model), *([("hf.", compat.wrapped(model))] if compat.wrapped(model) is not model else [])]
+    return [("", model), *([("hf.", bridges.wrapped(model))] if bridges.wrapped(model) is not model else [])]
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -119,7 +119,7 @@ def with_a_callers_things(model: Any, *, hooks: bool) -> list[str]:
         The calls of the hooks, as they come.
     """
     calls: list[str] = []
-    layer = next(module for name, module in compat.wrapped(model).named_modules() if name.endswith(("mlp", "attn")))
+    layer = next(module for name, module in bridges.wrapped(model).named_modules() if name.endswith(("mlp", "attn")))
     layer.register_forward_hook(lambda *_: calls.append("forward"))
     layer.register_forward_pre_hook(lambda *_: calls.append("pre"))
     layer.register_full_backward_hook(lambda *_: calls.append("backward"))
@@ -127,7 +127,7 @@ def with_a_callers_things(model: Any, *, hooks: bool) -> list[str]:
         model.add_hook("blocks.0.attn.hook_pattern", lambda _, hook: calls.append(hook.name))
         model.add_hook("blocks.0.attn.hook_z", lambda _, hook: calls.append(hook.name), is_permanent=True)
         model.add_hook("blocks.0.attn.hook_z", lambda *_, **__: None, dir="bwd")
-    first, second, *_ = compat.wrapped(model).parameters()
+    first, second, *_ = bridges.wrapped(model).parameters()
     first.grad, second.requires_grad = torch.ones_like(first), False
     layer.train()
     return calls

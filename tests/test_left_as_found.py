@@ -20,7 +20,8 @@ import align_circuits as ac
 from align_circuits.circuits import faithful
 from align_circuits.circuits.pruning import prune_edges
 from align_circuits.heads import task_vector_effects
-from align_circuits.hooks import compat, left_as_found
+from align_circuits.hooks import left_as_found
+from align_circuits.hooks.compat import bridges, model_state
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.probes import dry_run, firing
 from align_circuits.models import protocol
@@ -131,13 +132,13 @@ def test_a_second_interrupt_waits_for_the_clean_up_and_an_error_moves_nothing(ma
 
 def test_an_interrupt_while_the_model_is_put_back_comes_right_after(make, pair, monkeypatch):
     model, _ = make("fast")
-    before, handler, remembered = found(model), signal.getsignal(signal.SIGINT), left_as_found.compat.remembered
+    before, handler, remembered = found(model), signal.getsignal(signal.SIGINT), left_as_found.model_state.remembered
 
     def and_interrupted(of: Any) -> Any:
         restore = remembered(of)
         return lambda **how: (interrupt(), restore(**how))
 
-    monkeypatch.setattr(left_as_found.compat, "remembered", and_interrupted)
+    monkeypatch.setattr(model_state, "remembered", and_interrupted)
     with pytest.raises(KeyboardInterrupt):
         ac.evaluate(model, pair.clean)
     assert not changed(before, found(model)) and signal.getsignal(signal.SIGINT) is handler
@@ -147,7 +148,7 @@ def test_the_attention_function_what_may_have_a_gradient_and_its_gradient_are_pu
     model, _ = make("fast")
     frozen, free, *_ = model.original_model.parameters()
     frozen.requires_grad_(False)
-    before, restore = found(model), left_as_found.compat.remembered(model)
+    before, restore = found(model), left_as_found.model_state.remembered(model)
     model.original_model.config._attn_implementation = "sdpa"
     assert changed(before, found(model)) == ["attention"]
     frozen.requires_grad_(True)
@@ -162,7 +163,7 @@ def test_of_several_hooks_at_one_point_only_the_added_go(make):
     point = model.hook_dict["blocks.0.hook_resid_pre"]
     for _ in range(2):
         point.add_hook(lambda activation, **_: activation)
-    before, restore = found(model), left_as_found.compat.remembered(model)
+    before, restore = found(model), left_as_found.model_state.remembered(model)
     point.add_hook(lambda activation, **_: activation)
     restore(generator=False)
     assert len(point.fwd_hooks) >= 2 and not changed(before, found(model))
@@ -448,7 +449,7 @@ def test_what_calls_itself_on_the_same_model_puts_it_back_once(monkeypatch):
         kept.append(model)
         return lambda *, generator: restored.append(generator)
 
-    monkeypatch.setattr(left_as_found.compat, "remembered", remembered)
+    monkeypatch.setattr(model_state, "remembered", remembered)
 
     @left_as_found.leaves_as_found
     def nested(model: Any, *more: Any) -> int:
@@ -484,6 +485,6 @@ def test_weights_are_read_once_a_call_and_anew_in_the_next(make, pair, monkeypat
     monkeypatch.setattr(protocol, "_hash", lambda parameters: read.append(1) or hashed(parameters))
     first = ac.localize(model, TASK, 8, n_controls=1).table.provenance.model
     assert len(read) == 1
-    next(compat.wrapped(model).parameters()).data[0, 0] += 1  # leaves no trace but the number itself
+    next(bridges.wrapped(model).parameters()).data[0, 0] += 1  # leaves no trace but the number itself
     assert ac.ablate_heads(model, pair.clean).provenance.model["weights"] != first["weights"]
     assert len(read) == 2

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import architectures
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import evaluating
@@ -45,12 +45,12 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
     residual_edges = ResidualEdges(model)
     graph = residual_edges.graph
     for layer, block in enumerate(module.blocks):
-        if compat.norms_contributions(block):
+        if architectures.norms_contributions(block):
             raise ValueError(
                 f"layer {layer} norms what its attention or its MLP adds to the residual stream, so that the stream is "
                 "not the sum of what heads and MLPs write: edges and direct effects need a plain residual stream"
             )
-        if compat.norms_heads_together(model, layer, "q"):
+        if architectures.norms_heads_together(model, layer, "q"):
             raise ValueError(
                 f"layer {layer} norms the queries of all its heads together, so that what one head reads changes the "
                 "others: edges into single heads are not defined"

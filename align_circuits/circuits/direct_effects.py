@@ -13,7 +13,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import check_same, residual_edges_of
 from align_circuits.heads.score import score_heads
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import architectures, stored_weights
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
@@ -220,9 +220,9 @@ def _readout(
     """
     norm = getattr(model, "ln_final", None)
     centred = str(model.cfg.normalization_type).startswith("LN")
-    with compat.brought(getattr(model, "unembed", None), norm):
-        unembedding = model.W_U.detach().to(residual.device) * compat.logit_scale(model)
-        scale, shift = compat.norm_weights(norm)
+    with stored_weights.onloaded(getattr(model, "unembed", None), norm):
+        unembedding = model.W_U.detach().to(residual.device) * architectures.logit_scale(model)
+        scale, shift = stored_weights.norm_weights(norm)
         bias, scale, shift = (
             None if weight is None else weight.detach().to(residual.device)
             for weight in (getattr(model, "b_U", None), scale, shift if centred else None)

@@ -13,7 +13,7 @@ import torch
 import tyro
 
 from align_circuits.cli.folders import Results
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import bridges
 from align_circuits.hooks.heads import Head
 from align_circuits.models.loading import BUNDLED, load
 from align_circuits.models.planted.model import planted_circuit
@@ -247,8 +247,8 @@ class PromptVerb(Verb):
 
 def _how_loaded(name: str, model: Any) -> str:
     """The data type of a model's weights and where they are, and the type in which they are stored if it is another."""
-    weights = next(compat.wrapped(model).parameters())
-    stored = getattr(compat.wrapped(model), "stored_dtype", weights.dtype)
+    weights = next(bridges.wrapped(model).parameters())
+    stored = getattr(bridges.wrapped(model), "stored_dtype", weights.dtype)
     own, other = (str(dtype).removeprefix("torch.") for dtype in (weights.dtype, stored))
     kept = "" if own == other else f" (stored in {other}, which --dtype {other} keeps)"
     return f"{name}: {own} on {weights.device}{kept}"

@@ -97,8 +97,8 @@ def load_checkpoint(folder: Path, settings: Mapping[str, Any]) -> Checkpoint | N
 def _differences(saved: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """The settings in which two runs differ."""
     for name in sorted(saved.keys() | given.keys()):
-        before, now = saved.get(name), given.get(name)
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            yield from _differences(before, now, f"{prefix}{name}.")
-        elif before != now:
-            yield f"{prefix}{name} was {before!r}, now {now!r}"
+        old, new = saved.get(name), given.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name} was {old!r}, now {new!r}"

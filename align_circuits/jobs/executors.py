@@ -83,9 +83,9 @@ _HELD = ExitStack()
 def _take_place(places: str, processes: int) -> int:
     """Takes the first free place among the processes; the system frees it when this process ends, however it ends."""
     while True:
-        for place in range(processes):
-            if _HELD.enter_context(locked(Path(places) / str(place), make=new_file, seconds=0.0)):
-                return place
+        for number in range(processes):
+            if _HELD.enter_context(locked(Path(places) / str(number), make=new_file, seconds=0.0)):
+                return number
         time.sleep(0.05)  # that of a process which is just ending
 
 
@@ -211,9 +211,9 @@ def connected(
             submitter = submitit.SlurmExecutor(writable_folder(folder))
         except RuntimeError as error:
             raise ValueError("on='slurm': there is no srun here; start it on a login node of the cluster") from error
-        wanted = {"partition": partition, "gpus_per_node": gpus or None}
-        given = {name: value for name, value in wanted.items() if value is not None}
-        submitter.update_parameters(job_name="align-circuits", time=minutes, array_parallelism=array, **given)
+        parameters = {"partition": partition, "gpus_per_node": gpus or None}
+        set_parameters = {name: value for name, value in parameters.items() if value is not None}
+        submitter.update_parameters(job_name="align-circuits", time=minutes, array_parallelism=array, **set_parameters)
         with SubmittedExecutor(submitter) as executor:
             yield executor
     else:

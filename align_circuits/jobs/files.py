@@ -62,15 +62,15 @@ def read_object(path: Path, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
         ValueError: It is truncated, or another file.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is broken ({error}): remove it, and give the same command again") from error
     wrong = [
-        name for name, kind in kinds.items() if not isinstance(found, dict) or not isinstance(found.get(name), kind)
+        name for name, kind in kinds.items() if not isinstance(content, dict) or not isinstance(content.get(name), kind)
     ]
     if wrong:
         raise ValueError(f"{str(path)!r} is broken (no {wrong[0]}): remove it, and give the same command again")
-    return found
+    return content
 
 
 def remove_partial(path: Path) -> None:
@@ -124,7 +124,7 @@ def is_path(name: str | Path) -> bool:
     """Returns whether a name could be one of a file or folder; `Path.is_file` raises where it could not."""
     text = str(name)
     try:
-        sizes = [len(os.fsencode(part)) for part in (text, *Path(text).parts)]
+        sizes = [len(os.fsencode(name_part)) for name_part in (text, *Path(text).parts)]
     except UnicodeEncodeError:  # half a character
         return False
     return "\0" not in text and sizes[0] < 4096 and max(sizes[1:], default=0) < 256

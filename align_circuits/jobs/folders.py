@@ -42,10 +42,10 @@ def replacing_in(folder: str | Path, going: Collection[str] = ()) -> Iterator[Pa
     """
     folder = Path(folder)
     check_name(folder)
-    new, made = None, []
+    new, made_folders = None, []
     try:
         try:
-            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            made_folders = [path for path in (folder, *folder.parents) if not path.exists()]
             clear(folder)
             if folder.exists() and not folder.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -65,7 +65,7 @@ def replacing_in(folder: str | Path, going: Collection[str] = ()) -> Iterator[Pa
     finally:
         if new is not None:
             shutil.rmtree(new, ignore_errors=True)
-        for path in made:
+        for path in made_folders:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
 

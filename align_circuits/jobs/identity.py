@@ -114,10 +114,10 @@ class _Hashes:
         try:
             return _sha(*self._parts(value))
         except (Unidentified, TypeError, RecursionError) as error:
-            own = getattr(value, "identity", None)
-            if isinstance(own, str):
+            text = getattr(value, "identity", None)
+            if isinstance(text, str):
                 kind = value if isinstance(value, type | FunctionType) else type(value)
-                return _sha("own", kind.__module__, kind.__qualname__, own)
+                return _sha("own", kind.__module__, kind.__qualname__, text)
             if isinstance(error, Unidentified):
                 raise
             raise Unidentified(f"{type(value).__module__}.{type(value).__qualname__}") from error
@@ -156,7 +156,7 @@ class _Hashes:
         elif isinstance(value, set | frozenset):
             yield from (type(value).__name__, *sorted(map(self.of, value)))
         elif isinstance(value, Mapping) and type(value).__module__ in ("builtins", "types"):
-            yield from ("mapping", *(self.of(part) for item in value.items() for part in item))
+            yield from ("mapping", *(self.of(entry) for item in value.items() for entry in item))
         else:
             yield from self._object(value)
 
@@ -165,8 +165,8 @@ class _Hashes:
         kind = type(value)
         yield self.of(kind)
         if _is_of_attributes(value):
-            cached = {name for each in kind.__mro__ for name, of in vars(each).items() if _is_cached(of)}
-            yield self.of({name: part for name, part in vars(value).items() if name not in cached})
+            cached = {name for base in kind.__mro__ for name, of in vars(base).items() if _is_cached(of)}
+            yield self.of({name: state for name, state in vars(value).items() if name not in cached})
             return
         reduced = value.__reduce_ex__(4)
         if isinstance(reduced, str):  # found by its name, as what `functools.cache` makes of a function is
@@ -177,7 +177,7 @@ class _Hashes:
             yield _version(module) if _is_installed(module) else self.of(value.__wrapped__)
             return
         # What makes the copy tells nothing more, and is often a private part of a library.
-        yield from map(self.of, ([*part] if isinstance(part, Iterator) else part for part in reduced[1:]))
+        yield from map(self.of, ([*state] if isinstance(state, Iterator) else state for state in reduced[1:]))
 
     def _class(self, kind: type) -> Iterator[str | bytes]:
         """An installed class by its name and version, another one by what it and its bases define."""
@@ -187,16 +187,16 @@ class _Hashes:
             return
         for base in kind.__bases__:
             yield self.of(base)
-        for name, part in vars(kind).items():
-            if name in _OF_NO_EFFECT or type(part).__name__ in ("getset_descriptor", "member_descriptor"):
+        for name, member in vars(kind).items():
+            if name in _OF_NO_EFFECT or type(member).__name__ in ("getset_descriptor", "member_descriptor"):
                 continue
-            if isinstance(part, staticmethod | classmethod):
-                part = part.__func__
-            elif isinstance(part, property):
-                part = [part.fget, part.fset]
-            elif _is_cached(part):
-                part = part.func
-            yield from (name, self.of(part))
+            if isinstance(member, staticmethod | classmethod):
+                member = member.__func__
+            elif isinstance(member, property):
+                member = [member.fget, member.fset]
+            elif _is_cached(member):
+                member = member.func
+            yield from (name, self.of(member))
 
     def _function(self, function: FunctionType) -> Iterator[str | bytes]:
         """An installed function by its name, if that leads to it; another one by its code and what that refers to."""
@@ -205,9 +205,9 @@ class _Hashes:
             yield _version(function.__module__)
             return
         yield self.of(function.__code__)
-        state = {name: part for name, part in vars(function).items() if name not in ("__wrapped__", "identity")}
-        for part in (function.__defaults__, function.__kwdefaults__, state, vars(function).get("__wrapped__")):
-            yield self.of(part)
+        attributes = {name: kept for name, kept in vars(function).items() if name not in ("__wrapped__", "identity")}
+        for state in (function.__defaults__, function.__kwdefaults__, attributes, vars(function).get("__wrapped__")):
+            yield self.of(state)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 yield from (name, self.of(cell.cell_contents))
@@ -287,7 +287,7 @@ def _is_of_attributes(value: Any) -> bool:
         getattr(kind, name, None) is getattr(object, name, None)
         for name in ("__reduce_ex__", "__reduce__", "__getstate__")
     )
-    slots = any(vars(each).get("__slots__") for each in kind.__mro__)
+    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     return usual and hasattr(value, "__dict__") and not slots and not isinstance(value, Mapping | list | tuple | set)
 
 
@@ -310,9 +310,9 @@ def _globals(code: CodeType) -> Iterator[tuple[str, ...]]:
             chain = []
     if chain:
         yield tuple(chain)
-    for part in code.co_consts:
-        if isinstance(part, CodeType):
-            yield from _globals(part)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals(constant)
 
 
 def _imported(code: CodeType) -> Iterator[str]:
@@ -322,10 +322,10 @@ def _imported(code: CodeType) -> Iterator[str]:
 
 
 def _at_its_name(function: FunctionType) -> bool:
-    found: Any = sys.modules.get(function.__module__)
+    at_name: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is function
+        at_name = getattr(at_name, name, None)
+    return at_name is function
 
 
 @cache
@@ -336,10 +336,11 @@ def _is_installed(module: str | None) -> bool:
     top = module.partition(".")[0]
     if top == PACKAGE or top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return True
-    found = sys.modules.get(top) or importlib.import_module(top)
-    places = [str(found.__file__)] if getattr(found, "__file__", None) else [*map(str, getattr(found, "__path__", ()))]
+    package = sys.modules.get(top) or importlib.import_module(top)
+    # A namespace package has no file, but several folders.
+    paths = [package.__file__] if getattr(package, "__file__", None) else [*getattr(package, "__path__", ())]
     # Not only where this interpreter installs: an environment may read the packages of another one.
-    return bool(places) and all({"site-packages", "dist-packages"} & {*Path(place).parts} for place in places)
+    return bool(paths) and all({"site-packages", "dist-packages"} & {*Path(path).parts} for path in paths)
 
 
 @cache
@@ -350,9 +351,9 @@ def _version(module: str) -> str:
         return release()
     if top == "python" or top in sys.stdlib_module_names:
         return sys.version
-    found = getattr(sys.modules.get(top), "__version__", None)
-    if isinstance(found, str):
-        return found
+    version = getattr(sys.modules.get(top), "__version__", None)
+    if isinstance(version, str):
+        return version
     try:
         return metadata.version(top)
     except metadata.PackageNotFoundError:

@@ -146,19 +146,19 @@ def run_jobs(
     if executor is not None and processes != 1:
         raise ValueError(f"processes={processes} beside an executor, which has its own: leave one of them out")
     folder = shared_folder(folder)
-    found = {name: code_version(name) for name in dict.fromkeys(job.function for job in jobs)}
-    _VERSIONS.update(found)
-    paths = {_path(folder, job, found[job.function]): job for job in jobs}
+    code_versions = {name: code_version(name) for name in dict.fromkeys(job.function for job in jobs)}
+    _VERSIONS.update(code_versions)
+    paths = {_path(folder, job, code_versions[job.function]): job for job in jobs}
     waiting = {path: job for path, job in paths.items() if not path.exists()}
     if paths:
         listed = {path.name: asdict(job) for path, job in paths.items()}
         write_plan(folder / f".plan-{_digest(sorted(listed))}.json", {"jobs": listed})
     if executor is not None:
-        attempts = until_done(waiting, lambda left: _attempts_on(executor, left, found))
+        attempts = until_done(waiting, lambda left: _attempts_on(executor, left, code_versions))
     elif processes == 1:
         attempts = until_done(waiting, _attempts_here)
     else:
-        attempts = until_done(waiting, lambda left: _attempts_in_processes(left, found, min(processes, len(left))))
+        attempts = until_done(waiting, lambda left: _attempts_in_processes(left, code_versions, processes))
     failures = []
     with tqdm(total=len(paths), initial=len(paths) - len(waiting), disable=not (progress and paths), unit="job") as bar:
         for path, error in attempts:
@@ -171,10 +171,10 @@ def run_jobs(
             bar.set_postfix(failed=len(failures), refresh=False)
             bar.update()
     if not failures:
-        _remove_earlier(folder, found)
+        _remove_earlier(folder, code_versions)
     rows = {path: _rows(path) for path in paths}
     joined = [row for path, job in paths.items() for row in _with_config(job, rows[path])]
-    by_job = tuple(rows[_path(folder, job, found[job.function])] for job in jobs)
+    by_job = tuple(rows[_path(folder, job, code_versions[job.function])] for job in jobs)
     return JobResults(pd.DataFrame(joined), tuple(failures), by_job)
 
 
@@ -304,7 +304,7 @@ def code_version(function: str) -> str:
         ValueError: There is no such function, or it refers to what cannot be told from others, such as an open file.
     """
     module, _, _ = function.partition(":")
-    found = _find(function)
+    called = _find(function)
     roots, hashes, waiting = frozenset({PACKAGE, module.partition(".")[0]}), {}, [module]
     while waiting:
         name = waiting.pop()
@@ -320,7 +320,7 @@ def code_version(function: str) -> str:
     rests_on = [hashes, versions(), settings_of_the_process()]
     # The modules of this package import each other by name; others take what they need of it when they need it.
     if module.partition(".")[0] != PACKAGE:
-        rests_on += [release(), told(f"results of {function!r}", found)]
+        rests_on += [release(), told(f"results of {function!r}", called)]
     return identity_of(rests_on)
 
 
@@ -401,7 +401,7 @@ def _attempts_here(jobs: Mapping[Path, Job]) -> Attempts:
 
 
 def _attempts_in_processes(jobs: Mapping[Path, Job], code_versions: Mapping[str, str], processes: int) -> Attempts:
-    executor = ProcessExecutor(processes)
+    executor = ProcessExecutor(min(processes, len(jobs)))
     try:
         yield from _attempts_on(executor, jobs, code_versions)
     finally:  # also after an interrupt: no one waits for what is running
@@ -409,9 +409,9 @@ def _attempts_in_processes(jobs: Mapping[Path, Job], code_versions: Mapping[str,
 
 
 def _attempts_on(executor: Executor, jobs: Mapping[Path, Job], code_versions: Mapping[str, str]) -> Attempts:
-    here = Path.cwd()
+    folder = Path.cwd()
     futures = {
-        executor.submit(_attempt, path, job, code_versions[job.function], here): path for path, job in jobs.items()
+        executor.submit(_attempt, path, job, code_versions[job.function], folder): path for path, job in jobs.items()
     }
     try:
         for future in as_completed(futures):

@@ -69,8 +69,8 @@ def _opened(path: Path, make: Callable[[Path], None] | None) -> int:
             if make is None:
                 raise
             continue
-        found = os.fstat(handle)
-        if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+        status = os.fstat(handle)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
             os.close(handle)
             raise _linked(path)
         return handle

@@ -45,8 +45,8 @@ class SweepParts:
         self._folder: Path | None = None
         if folder is not None:
             rests_on = {"release": release(), "process": settings_of_the_process(), **identity}
-            parts = [(part, rests_on[part]) for part in sorted(rests_on)]
-            name = told(f"{what} in {str(folder)!r}", parts, otherwise="; or keep nothing")
+            settings = [(part, rests_on[part]) for part in sorted(rests_on)]
+            name = told(f"{what} in {str(folder)!r}", settings, otherwise="; or keep nothing")
             self._folder = shared_folder(inside(folder, name))
 
     @property
@@ -86,7 +86,7 @@ def read_sweeps(folder: str | Path) -> list[Progress]:
     plans = [
         (plan.parent, read_object(plan, parts=list, started=(int, float))) for plan in Path(folder).glob(f"*/{_PLAN}")
     ]
-    found = [
+    sweeps = [
         # Sweeps of 0.2.0 before its release have not written what they measure.
         progress_of(
             str(plan.get("what", "sweep")),
@@ -96,7 +96,7 @@ def read_sweeps(folder: str | Path) -> list[Progress]:
         )
         for sweep, plan in plans
     ]
-    return sorted(found, key=lambda progress: -progress.started)
+    return sorted(sweeps, key=lambda progress: -progress.started)
 
 
 def _attempts(paths: Mapping[Path, Compute]) -> Iterator[tuple[Path, Part | None]]:

@@ -29,8 +29,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from align_circuits.checks import Tokenizer, checked
-from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
+from align_circuits.hooks.compat import bridges, fused_projections, stored_weights, user_code
 from align_circuits.hooks.heads import shared_at
 from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.hooks.names import HEAD_SITES, Site, name_of
@@ -136,7 +136,7 @@ def load(
             be used, a device map does not fit, or a quantization is unknown.
     """
     name = source
-    if compat.is_compiled(source):
+    if user_code.is_compiled(source):
         raise ValueError(
             f"this {type(getattr(source, '_orig_mod', source)).__name__} is compiled (torch.compile), and compiled "
             "code may pass hooks by: load the model as it is before torch.compile"
@@ -313,7 +313,7 @@ def _read(
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         stored = stored_dtype(folder, config)
-        slow = stored == torch.bfloat16 and not compat.has_fast_bfloat16(device)
+        slow = stored == torch.bfloat16 and not stored_weights.has_fast_bfloat16(device)
         dtype = dtype or (torch.float32 if slow else stored)
         outline = outline_of(config, dtype)
     except Exception as error:  # each architecture checks its settings in its own way
@@ -353,7 +353,7 @@ def _read(
     model.stored_dtype = stored
     keep_exact(model)
     if offloaded is not None:
-        compat.leave_indices(model)
+        stored_weights.leave_indices(model)
         weakref.finalize(model, offloaded.cleanup)  # the files of offloaded weights live as long as the model
     return model
 
@@ -490,7 +490,7 @@ def _logits_of(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
         ValueError: It does not run, as experts in float64; or it reads tokens to come, so it is no decoder.
     """
     last = model.config.get_text_config().vocab_size - 1
-    tokens = torch.linspace(0, last, 8, device=compat.device_of(model)).long()
+    tokens = torch.linspace(0, last, 8, device=stored_weights.device_of(model)).long()
     other = torch.cat([tokens[:-1], tokens[:1]])
     try:
         with torch.no_grad(), evaluating(model):
@@ -577,20 +577,20 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
     from transformer_lens.model_bridge.sources import build_bridge_from_module, detect_tokenizer_bos_eos
 
     _check_architecture(type(model).__name__)
-    if compat.device_of(model).type == "meta":
+    if stored_weights.device_of(model).type == "meta":
         raise ValueError(
             f"the weights of this {type(model).__name__} are on the device 'meta', shapes without numbers: load them"
         )
     modules = dict(model.named_modules())
-    if any(compat.without_bridge(module) is not module for module in modules.values()):
+    if any(bridges.without_bridge(module) is not module for module in modules.values()):
         raise ValueError("this Hugging Face model is already wrapped: give the TransformerLens model that wraps it")
-    if compiled := [name for name, module in modules.items() if compat.is_compiled(module)]:
+    if compiled := [name for name, module in modules.items() if user_code.is_compiled(module)]:
         raise ValueError(
             f"{compiled[0]} is compiled (torch.compile), and compiled code may pass hooks by: load the model as it is "
             "before torch.compile"
         )
     missing = [name for name, value in model.named_parameters() if value.is_meta]
-    if missing and not compat.is_spread(model):
+    if missing and not stored_weights.is_spread(model):
         raise ValueError(
             f"{len(missing)} tensors are on the meta device, without numbers, the first is {missing[0]}: load the "
             "weights first, by from_pretrained or to_empty and load_state_dict"
@@ -612,7 +612,7 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
             "decoder answers; load a decoder, such as a GPT-2 or a Llama"
         )
     # Codes of 8 bits depend on all tokens of a batch, those to come too.
-    exact = compat.quantization_of(model) is None
+    exact = stored_weights.quantization_of(model) is None
     tokens, expected = _logits_of(model) if exact else (torch.empty(0), torch.empty(0))
     model.set_attn_implementation("eager")  # with any other, hook_pattern would not fire
     try:
@@ -627,7 +627,7 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
         )
     if exact:
         _check_same_logits(bridge, tokens, expected)
-    compat.remember_fused(bridge)
+    fused_projections.remember_fused(bridge)
     if tokenizer is not None:
         # TransformerLens's own set-up loads the tokenizer again by name and may add tokens; ids must not change.
         if tokenizer.pad_token is None:

@@ -12,8 +12,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from align_circuits.hooks import compat
 from align_circuits.hooks.attention import why_not_plain
+from align_circuits.hooks.compat import (
+    architectures,
+    attention_functions,
+    bridges,
+    fused_projections,
+    stored_weights,
+    user_code,
+)
 from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import BUNDLED, is_gguf
@@ -29,7 +36,7 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
     """Returns the plain Hugging Face model inside a bridge, as a copy that shares its weights, frozen."""
     if reason := why_not_plain(bridge):
         raise ValueError(f"this model cannot be tuned: {reason}")
-    original = compat.wrapped(bridge)
+    original = bridges.wrapped(bridge)
     if any(hasattr(module, "is_tuned") for module in original.modules()):
         raise ValueError(
             "the model was tuned in this process, and a second adapter could not name it as its base: load the folder "
@@ -39,28 +46,28 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
         raise ValueError(
             "the model has an adapter already: merge it first (merge_and_unload) and load the merged model"
         )
-    if own := next((m for m in original.modules() if "forward" in vars(m) and compat.has_own_forward(m)), None):
+    if own := next((m for m in original.modules() if "forward" in vars(m) and user_code.has_own_forward(m)), None):
         raise ValueError(
             f"the model has a forward pass of your own on a {type(own).__name__}, which a copy to tune would share: "
             "give the module a class of your own, or remove it"
         )
-    if (kind := compat.quantization_of(original)) is not None:
+    if (kind := stored_weights.quantization_of(original)) is not None:
         raise ValueError(
             f"tune takes a model whose weights are whole, not {kind}: load it without quantization; "
             "TuneConfig(four_bit=True) computes with 4 bits while it trains"
         )
-    if compat.is_spread(original):
+    if stored_weights.is_spread(original):
         raise ValueError("tune takes a model on one device: load it without device_map (four_bit=True saves memory)")
     frozen = {
         id(weight): nn.Parameter(weight.detach(), requires_grad=False) if type(weight) is nn.Parameter else weight
         for weight in original.parameters()
     }
     model = sharing(original, frozen)
-    compat.strip_bridge(model)
-    if compat.has_fused_attention(bridge):
+    bridges.strip_bridge(model)
+    if attention_functions.has_fused_attention(bridge):
         model.set_attn_implementation("sdpa")
-    for rotary in compat.rotating_by_length([*model.modules()]):
-        compat.rotate_by_prompt(rotary)
+    for rotary in architectures.rotating_by_length([*model.modules()]):
+        architectures.rotate_by_prompt(rotary)
     model.name_or_path = _name_of(bridge)
     return model
 
@@ -73,7 +80,7 @@ def sharing(model: PreTrainedModel, weights: dict[int, nn.Parameter]) -> PreTrai
 
 def _name_of(bridge: Any) -> str:
     """Returns the name by which an adapter refers to its base: of the package, on the hub, or an absolute path."""
-    name, source = str(bridge.cfg.model_name), str(compat.wrapped(bridge).name_or_path)
+    name, source = str(bridge.cfg.model_name), str(bridges.wrapped(bridge).name_or_path)
     place = next((Path(place) for place in (name, source) if _is_local(place)), None)
     return name if name in BUNDLED or place is None or not _is_local(name) else str(place.resolve())
 
@@ -97,7 +104,7 @@ def with_adapter(
 
     Args:
         model: A Hugging Face model; all its weights become frozen.
-        matrices: For each layer where it has its matrices (`compat.matrices_of`).
+        matrices: For each layer where it has its matrices (`bridges.matrices_of`).
         names: The matrices to adapt, of `PROJECTIONS`.
         layers: The layers to adapt, from 0; None for all.
         r: The rank.
@@ -179,7 +186,7 @@ def follow(model: PreTrainedModel, trained: PreTrainedModel) -> Callable[[Any], 
         with torch.no_grad():
             for own, weight, layer in sums:
                 own.copy_(weight + layer.get_delta_weight(layer.active_adapters[0]))
-        compat.split_anew(bridge)
+        fused_projections.split_anew(bridge)
 
     return renew
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import bridges, model_state, stored_weights
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import once_a_call
 from align_circuits.jobs.identity import identity_of
@@ -21,14 +21,14 @@ def parameters_of(model: HookedModel, *, offloaded: bool = True) -> Iterator[tup
 
     Those that are offloaded to memory or disk are read from there one at a time, or left out.
     """
-    module = compat.wrapped(model)
+    module = bridges.wrapped(model)
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"a {type(model).__name__} has no parameters to read: give a torch.nn.Module with TransformerLens hooks"
         )
     for name, value in module.named_parameters():
         if offloaded or not value.is_meta:
-            yield compat.parameter_name(name), compat.stored(module, name, value).detach()
+            yield bridges.parameter_name(name), stored_weights.parameter_value(module, name, value).detach()
 
 
 def device_of(model: HookedModel) -> torch.device:
@@ -89,7 +89,7 @@ def model_identity(model: HookedModel) -> dict[str, Any]:
 
 def _identity(model: HookedModel) -> dict[str, Any]:
     tokenizer = getattr(model, "tokenizer", None)
-    parts = {"modules": identity_of(compat.settings_of(model))}
+    parts = {"modules": identity_of(model_state.settings_of(model))}
     for name, value in parameters_of(model):
         parts[name] = f"{value.dtype} {tuple(value.shape)} {_weighed(value)}"
     return {
@@ -116,7 +116,7 @@ def _weighed(value: Tensor) -> int:
 
 def _provenance(model: HookedModel) -> dict[str, Any]:
     first, config = next(parameters_of(model))[1], model.cfg
-    stored = getattr(compat.wrapped(model), "stored_dtype", first.dtype)
+    stored = getattr(bridges.wrapped(model), "stored_dtype", first.dtype)
     return {
         "class": type(model).__name__,
         "name": str(getattr(config, "model_name", "")),
@@ -124,7 +124,7 @@ def _provenance(model: HookedModel) -> dict[str, Any]:
         **{name: int(getattr(config, name)) for name in SIZES},
         "dtype": _name(first.dtype),
         **({} if stored == first.dtype else {"stored_dtype": _name(stored)}),
-        **({} if (kind := compat.quantization_of(model)) is None else {"quantization": kind}),
+        **({} if (kind := stored_weights.quantization_of(model)) is None else {"quantization": kind}),
         "device": str(first.device),
         "weights": _hash(parameters_of(model)),
     }

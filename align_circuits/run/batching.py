@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import bridges
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 
@@ -76,7 +76,7 @@ def is_padded_float64(model: Any, prompts: Prompts) -> bool:
 
     Rows of padding, which see nothing, then become NaN and spread.
     """
-    first = next(model.parameters()) if compat.is_bridge(model) else None
+    first = next(model.parameters()) if bridges.is_bridge(model) else None
     return first is not None and first.dtype == torch.float64 and not bool(prompts.mask.all())
 
 

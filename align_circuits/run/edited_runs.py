@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import adapters
 from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_no_decoder
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, as_hooked, changes_of
 from align_circuits.hooks.hooked_model import HookedModel
@@ -123,7 +123,7 @@ def run_edited(
 @contextmanager
 def replaying(model: HookedModel) -> Iterator[Decoder]:
     """Gives the parts of a model for replay: in evaluation mode, with merged adapters, without gradients."""
-    with torch.no_grad(), evaluating(model), compat.merged_adapters(modules_in(model)), decoder_of(model) as decoder:
+    with torch.no_grad(), evaluating(model), adapters.merged_adapters(modules_in(model)), decoder_of(model) as decoder:
         yield decoder
 
 
@@ -208,7 +208,7 @@ def shared_runs(model: HookedModel) -> Iterator[None]:
     model_provenance(model)
     token = _KEPT.set(_KEPT.get() or _KeptRuns())
     try:
-        with compat.merged_adapters(modules_in(model)):
+        with adapters.merged_adapters(modules_in(model)):
             yield
     finally:
         _KEPT.reset(token)

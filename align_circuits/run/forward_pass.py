@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention, why_not_fast
+from align_circuits.hooks.compat import bridges
 from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_no_decoder
 from align_circuits.hooks.edits import BatchContext, Edit, as_hooked, changes_of, in_order
 from align_circuits.hooks.hooked_model import HookedModel
@@ -313,7 +313,7 @@ def _run_reference(
     layers = range(model.cfg.n_layers) if on_pattern is not None else ()
     probes = Probes(model, {name_of("pattern", layer): partial(rows_of, layer) for layer in layers})
     run = partial(model.run_with_hooks, fwd_hooks=probes.fwd_hooks)
-    if compat.is_bridge(model):
+    if bridges.is_bridge(model):
         logits = _bridge_logits(batch, keep_logits, run)
     else:
         logits = run(batch.tokens, **batch.inputs)[batch.prompt, batch.query]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from align_circuits.hooks.compat import has_fused_attention
+from align_circuits.hooks.compat.attention_functions import has_fused_attention
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.folder_checks import memory_of_machine, readable_size
 from align_circuits.models.protocol import parameters_of

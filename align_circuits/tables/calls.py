@@ -70,23 +70,23 @@ def _written(name: str, value: Any, folder: Path) -> Any:
     if is_dataclass(value) and not isinstance(value, type) and type(value).__module__.startswith("align_circuits."):
         known = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         return {_CLASS: type(value).__name__} | {
-            part: _written(f"{name}.{part}", each, folder) for part, each in known.items() if part != "cache_dir"
+            key: _written(f"{name}.{key}", entry, folder) for key, entry in known.items() if key != "cache_dir"
         }
     if isinstance(value, Mapping) and all(isinstance(key, str) and key != _CLASS for key in value):
-        return {key: _written(f"{name}.{key}", each, folder) for key, each in value.items()}
+        return {key: _written(f"{name}.{key}", entry, folder) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset | range):
-        return [_written(f"{name}.{place}", each, folder) for place, each in enumerate(value)]
+        return [_written(f"{name}.{index}", entry, folder) for index, entry in enumerate(value)]
     raise TypeError(f"{name} is of type {type(value).__name__}, which no file keeps")
 
 
 def _read(value: Any, folder: Path, classes: Mapping[str, type]) -> Any:
     """The value of what `_written` returned; lists of numbers are tuples, as heads are."""
     if isinstance(value, list):
-        parts = [_read(each, folder, classes) for each in value]
-        return tuple(parts) if parts and all(isinstance(part, int) for part in parts) else parts
+        entries = [_read(entry_json, folder, classes) for entry_json in value]
+        return tuple(entries) if entries and all(isinstance(entry, int) for entry in entries) else entries
     if not isinstance(value, dict):
         return value
     if value.get(_CLASS) == "Prompts":
         return Prompts.load(inside(folder, value["file"]))
-    parts = {name: _read(each, folder, classes) for name, each in value.items() if name != _CLASS}
-    return classes[value[_CLASS]](**parts) if _CLASS in value else parts
+    entries = {name: _read(entry_json, folder, classes) for name, entry_json in value.items() if name != _CLASS}
+    return classes[value[_CLASS]](**entries) if _CLASS in value else entries

@@ -104,7 +104,7 @@ def steepest_share(
     level = np.maximum(reached, values[0])
     starts = steps[: len(level)]
     steepest = max(
-        (level[(starts >= step) & (starts <= step + within)] - level[at]).max() for at, step in enumerate(starts)
+        (level[(starts >= step) & (starts <= step + within)] - level[probe]).max() for probe, step in enumerate(starts)
     )
     return float(steepest / rise)
 

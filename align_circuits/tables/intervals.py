@@ -74,10 +74,11 @@ def mean_interval(
     mean, errors, prompts = weighted_mean(values, weights), *_jackknife(values, weights)
     shares = _shares(weights)
     if minus is not None:
-        others, fewer = _jackknife(*minus)
-        mean, both, prompts = mean - weighted_mean(*minus), errors - others, np.fmin(prompts, fewer)
-        own = _regressed(errors, both)[:, None]  # by how much a row's own mean rises where the difference rises by 1
-        errors, shares = both, own * shares + (1 - own) * _shares(minus[1])
+        other_errors, other_prompts = _jackknife(*minus)
+        mean, prompts = mean - weighted_mean(*minus), np.fmin(prompts, other_prompts)
+        # By how much a row's own mean rises where the difference rises by 1.
+        slope = _regressed(errors, errors - other_errors)[:, None]
+        errors, shares = errors - other_errors, slope * shares + (1 - slope) * _shares(minus[1])
     return _skewed_t(mean, errors, shares, prompts)
 
 
@@ -110,8 +111,8 @@ def proportion(
     counts = (weights > 0).sum(1)
     reach = TAILS[0] ** (1 / np.maximum(counts, 1))
     low, high = _skewed_t(mean, errors, _shares(weights), prompts, odds=True)
-    same, others, differ = _majority(values, weights)
-    u = betaincinv(prompts * others + 1, prompts * (1 - others), TAILS[1])
+    same, share, differ = _majority(values, weights)  # of the prompts with other values: their share and their number
+    u = betaincinv(prompts * share + 1, prompts * (1 - share), TAILS[1])
     alike = (2 * differ < counts) & ((differ == 1) | (same > 0) & (same < 1))
     kinds = [counts < 2, mean == 0, mean == 1, alike]
     low = np.select(kinds, [np.nan, 0.0, reach, same - u * same], low)
@@ -215,11 +216,11 @@ def ratio(
     """
     rows, wide = np.concatenate([above, below[None]]), np.broadcast_to(weights, (len(above) + 1, len(weights)))
     means = weighted_mean(rows, wide)
-    parts = _weighted(rows, wide)
+    weighted = _weighted(rows, wide)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = means[:-1] / means[-1]
-        without = (parts[:-1].sum(1, keepdims=True) - parts[:-1]) / (parts[-1].sum() - parts[-1])
-        shares = parts[-1:] / parts[-1].sum()
+        without = (weighted[:-1].sum(1, keepdims=True) - weighted[:-1]) / (weighted[-1].sum() - weighted[-1])
+        shares = weighted[-1:] / weighted[-1].sum()
     errors = np.where(weights > 0, ratios[:, None] - without, 0) * _share_of_variance(wide[:1])
     return ratios, *_skewed_t(ratios, errors, shares, _jackknife(rows, wide)[1][:-1])
 
@@ -300,10 +301,10 @@ def _betting_low(
     rows = np.flatnonzero(floor < mean)  # not where there is none
     rows = rows[won(rows, floor[rows])]
     low, high = floor[rows], mean[rows]
-    for _ in range(40):
+    for _ in range(40):  # bisection, to 2^-40 < 1e-12
         middle = (low + high) / 2
-        out = won(rows, middle)
-        low, high = np.where(out, middle, low), np.where(out, high, middle)
+        excluded = won(rows, middle)
+        low, high = np.where(excluded, middle, low), np.where(excluded, high, middle)
     ends = floor.astype(float)
     ends[rows] = low
     return ends

@@ -41,7 +41,7 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
     if verb == "difference":
         return best_end(settings["left"]["verb"], settings["left"]["settings"], keys)
     if verb == "concat":
-        ends: set[End] = {best_end(part["verb"], part["settings"], keys) for part in settings["tables"]}
+        ends: set[End] = {best_end(joined["verb"], joined["settings"], keys) for joined in settings["tables"]}
         if len(ends) > 1:
             raise ValueError(
                 "tables in which opposite ends matter most: select one of them with .where(...), or give by='highest', "

@@ -190,8 +190,8 @@ class Table:
         assert self.baselines is not None
         keys = [key for key in ("kind", "metric") if key in self.keys and key in self.baselines.keys]
         frame: Any = self.baselines.frame
-        own: Any = self.frame[keys]
-        return self.baselines._rows(np.flatnonzero(frame[keys].isin(own.to_dict("list")).all(axis=1)))
+        in_table: Any = self.frame[keys]
+        return self.baselines._rows(np.flatnonzero(frame[keys].isin(in_table.to_dict("list")).all(axis=1)))
 
     @property
     def warnings(self) -> list[str]:
@@ -231,11 +231,11 @@ class Table:
         if self.provenance.settings.get("grad_drop"):
             raise ValueError("scores without a sign (grad_drop) are no changes of the metric: leave grad_drop off")
         by = [key for key in ("kind", "metric") if key in runs.keys and key in self.keys]
-        own, frame = (list(part[by].itertuples(index=False, name=None)) for part in (self.frame, runs.frame))
-        of_run = {(run, *key): row for row, (run, key) in enumerate(zip(runs.frame["run"], frame, strict=True))}
+        row_keys, run_keys = ([*frame[by].itertuples(index=False, name=None)] for frame in (self.frame, runs.frame))
+        of_run = {(run, *key): row for row, (run, key) in enumerate(zip(runs.frame["run"], run_keys, strict=True))}
         value, low, high = np.full((3, len(self)), np.nan)
-        for key in dict.fromkeys(own):
-            rows, gap_row = np.array([each == key for each in own]), of_run[baselines.GAP, *key]
+        for key in dict.fromkeys(row_keys):
+            rows, gap_row = np.array([row_key == key for row_key in row_keys]), of_run[baselines.GAP, *key]
             gap, above = runs.values[gap_row], self.values[rows]
             if self.provenance.verb in _LEVELS:
                 above = above - runs.values[of_run[baselines.CORRUPTED, *key]]
@@ -280,8 +280,9 @@ class Table:
         """
         of_all: dict[str, Any] = {}
         for key, value in (("kind", "all"), ("offset", None)):
-            known = [None if pd.isna(each) else each for each in self.frame[key].unique()] if key in self.keys else []
-            if value in known and len(known) > 1:
+            present = self.frame[key].unique() if key in self.keys else []
+            present = [None if pd.isna(entry) else entry for entry in present]
+            if value in present and len(present) > 1:
                 of_all[key] = value
         return self.where(**of_all)
 
@@ -322,9 +323,9 @@ class Table:
         """
         if by not in (None, "highest", "lowest", "absolute"):
             raise ValueError(f"by={by!r}: choose 'highest', 'lowest' or 'absolute', or leave it out")
-        table, place = self.where(metric=metric).of_all_targets()._parts()
+        table, part_keys = self.where(metric=metric).of_all_targets()._parts()
         table.check_not_mixed()
-        table._check_one_row(place)
+        table._check_one_row(part_keys)
         value = table.frame["value"].to_numpy(dtype=float)
         if by is None:
             columns: dict[str, Any] = {key: table.frame[key] for key in table.keys}
@@ -346,10 +347,10 @@ class Table:
         table = self.where(metric=metric).of_all_targets().heads()
         table.check_not_mixed()
         table._check_one_row(("layer", "head"))
-        places = table.frame[["layer", "head"]].to_numpy(dtype=int)
+        indices = table.frame[["layer", "head"]].to_numpy(dtype=int)
         model = [self.provenance.model.get(name, 0) for name in ("n_layers", "n_heads")]
-        array = np.full(np.maximum(model, places.max(0, initial=-1) + 1), np.nan)
-        array[tuple(places.T)] = table.frame["value"]
+        array = np.full(np.maximum(model, indices.max(0, initial=-1) + 1), np.nan)
+        array[tuple(indices.T)] = table.frame["value"]
         return array
 
     def over_seeds(self) -> "Table":
@@ -409,9 +410,9 @@ class Table:
         if sorted(self.keys) != sorted(other.keys):
             raise ValueError(f"tables with different key columns: {self.keys} and {other.keys}")
         # merge pairs missing keys with missing keys, which an index does not
-        places = other.frame[self.keys].assign(_place=np.arange(len(other)))
+        positions = other.frame[self.keys].assign(_place=np.arange(len(other)))
         try:
-            paired = self.frame[self.keys].merge(places, how="left", on=self.keys)["_place"]
+            paired = self.frame[self.keys].merge(positions, how="left", on=self.keys)["_place"]
         except ValueError as error:  # pandas's words
             raise ValueError(f"the tables have keys of different types: {error}") from error
         if len(self) != len(other) or sorted(paired.fillna(-1)) != list(range(len(other))):
@@ -456,8 +457,8 @@ class Table:
                 "tables by name need key=, the column that holds the names, and key= needs tables by name: "
                 "Table.concat({'before': a, 'after': b}, key='model')"
             )
-        parts = list(tables.values()) if isinstance(tables, Mapping) else list(tables)
-        frames: list[Any] = [part.frame.copy() for part in parts]
+        joined = list(tables.values()) if isinstance(tables, Mapping) else list(tables)
+        frames: list[Any] = [table.frame.copy() for table in joined]
         if isinstance(tables, Mapping) and key is not None:
             if any(key in frame for frame in frames):
                 raise ValueError(f"key={key!r} is a column already: give the names another")
@@ -466,28 +467,26 @@ class Table:
         keys = list(dict.fromkeys(column for frame in frames for column in frame if column not in VALUES))
         frame: Any = pd.concat([frame.astype(object) for frame in frames], ignore_index=True)[[*keys, *VALUES]]
         types = frames[0].dtypes.to_dict()
-        same = {name: kind for name, kind in types.items() if all(other.dtypes.get(name) == kind for other in frames)}
-        frame = frame.astype(same).infer_objects()
+        shared = {name: kind for name, kind in types.items() if all(frame.dtypes.get(name) == kind for frame in frames)}
+        frame = frame.astype(
+            shared
+        ).infer_objects()  # joined as objects, or missing keys would turn integers into floats
         if (twice := frame.duplicated(keys)).any():
             row = ", ".join(f"{name} {value}" for name, value in frame.loc[twice, keys].iloc[0].items())
             raise ValueError(
                 f"two rows of {row}: give the tables by name, Table.concat({{'before': a, 'after': b}}, key='model')"
             )
-        provenances = [part.provenance for part in parts]
+        provenances = [table.provenance for table in joined]
         kept: dict[str, Any] = {}
-        widths = {None if part.values is None else part.values.shape[1] for part in parts}
-        if None not in widths and len(widths) == 1 and all(_same_data(part, parts[0]) for part in parts):
-            kept = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("values", "weights")}
-        settings = {"key": key, "names": list(tables) if key else [], "tables": [asdict(one) for one in provenances]}
-        engines = {one.engine for one in provenances}
-        provenance = Provenance(
-            "concat",
-            settings,
-            _common([one.model for one in provenances]),
-            _common([one.data for one in provenances]),
-            engines.pop() if len(engines) == 1 else "",
-        )
-        return cls(frame, provenance, **kept)
+        widths = {None if table.values is None else table.values.shape[1] for table in joined}
+        if None not in widths and len(widths) == 1 and all(_same_data(table, joined[0]) for table in joined):
+            kept = {name: np.concatenate([getattr(table, name) for table in joined]) for name in ("values", "weights")}
+        names, records = list(tables) if key else [], [asdict(provenance) for provenance in provenances]
+        model, data = (_common([record[name] for record in records]) for name in ("model", "data"))
+        engines = {provenance.engine for provenance in provenances}
+        engine = engines.pop() if len(engines) == 1 else ""
+        settings = {"key": key, "names": names, "tables": records}
+        return cls(frame, Provenance("concat", settings, model, data, engine), **kept)
 
     def to_parquet(self, path: str | Path) -> None:
         """Writes the rows as one Parquet file, for pandas, polars or DuckDB; per-prompt values are left out.
@@ -535,10 +534,10 @@ class Table:
             if per_prompt and self.values is not None and self.weights is not None:
                 tensors = {"values": _narrow(self.values), "weights": _narrow(_one_if_equal(self.weights))}
                 save_file(tensors, new / PER_PROMPT)
-            made = json.loads(self.provenance.to_json())
+            record = json.loads(self.provenance.to_json())
             if texts := _texts_like_numbers(self.frame):
-                made[_TEXTS] = texts
-            (new / "provenance.json").write_text(json.dumps(made, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+                record[_TEXTS] = texts
+            (new / "provenance.json").write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             if self.baselines is not None:
                 self.baselines.save(new / BASELINES, compress=compress, per_prompt=per_prompt)
             if self.call is not None:
@@ -562,16 +561,16 @@ class Table:
                 f"no table in {str(folder)!r}: {' and '.join(missing)} missing; give a folder that Table.save wrote"
             )
         try:
-            made = (folder / "provenance.json").read_text(encoding="utf-8")
-            provenance = Provenance.from_json(made)
+            text = (folder / "provenance.json").read_text(encoding="utf-8")
+            provenance = Provenance.from_json(text)
         except ValueError as error:
             raise ValueError(f"{str(folder / 'provenance.json')!r}: {error}") from error
         try:
-            texts: list[str] = json.loads(made).get(_TEXTS, [])
+            texts: list[str] = json.loads(text).get(_TEXTS, [])
             frame = pd.read_csv(path)
             if texts:
-                read: Any = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=[""])
-                frame = frame.assign(**{name: read[name].astype(object) for name in texts})
+                as_texts: Any = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=[""])
+                frame = frame.assign(**{name: as_texts[name].astype(object) for name in texts})
             table = cls(frame, provenance)
             table.frame[list(VALUES)].astype(float)
         except (ValueError, TypeError, OverflowError) as error:
@@ -600,15 +599,15 @@ class Table:
     def _parts(self) -> tuple["Table", tuple[str, ...]]:
         """The rows of the smallest parts of the model that the table is about, and the keys that name one."""
         frame: Any = self.frame
-        for level, place in _PLACES.items():
+        for level, part_keys in _PLACES.items():
             if "level" in frame:
                 rows = frame["level"] == level
-            elif set(place) <= set(frame):
-                rows = frame[list(place)].notna().all(axis=1)
+            elif set(part_keys) <= set(frame):
+                rows = frame[list(part_keys)].notna().all(axis=1)
             else:
                 continue
             if rows.any():
-                return self._rows(np.flatnonzero(rows)), (*place, *(key for key in ("position",) if key in frame))
+                return self._rows(np.flatnonzero(rows)), (*part_keys, *(key for key in ("position",) if key in frame))
         levels = f", and rows of the level {', '.join(sorted(set(frame['level'])))}" if "level" in frame else ""
         raise ValueError(f"no heads, layers or edges to rank: this table has the keys {', '.join(self.keys)}{levels}")
 
@@ -624,36 +623,38 @@ class Table:
                 "measured effects and estimates, which are not to be mixed: choose with .where(estimated=False) first"
             )
 
-    def _check_one_row(self, place: tuple[str, ...]) -> None:
+    def _check_one_row(self, part_keys: tuple[str, ...]) -> None:
         """Raises unless a part of the model has one row only.
 
         Raises:
             ValueError: It has several; which keys tell them apart.
         """
         frame: Any = self.frame
-        if frame.duplicated(list(place)).any():
-            others = [key for key in self.keys if key not in ("level", *place) and frame[key].nunique(dropna=False) > 1]
-            level = next(level for level, keys in _PLACES.items() if keys == place[: len(keys)])
-            part = f"an {level}" if level == "edge" else f"a {level}"
+        if frame.duplicated(list(part_keys)).any():
+            several = [key for key in self.keys if frame[key].nunique(dropna=False) > 1]
+            free_keys = [key for key in several if key not in ("level", *part_keys)]
+            level = next(level for level, keys in _PLACES.items() if keys == part_keys[: len(keys)])
+            one_part = f"an {level}" if level == "edge" else f"a {level}"
             raise ValueError(
-                f"several rows {part}: choose one value of {' and '.join(others)} with .where(...) first"
-                if others
-                else f"several rows {part} with equal keys: leave out those that are repeated"
+                f"several rows {one_part}: choose one value of {' and '.join(free_keys)} with .where(...) first"
+                if free_keys
+                else f"several rows {one_part} with equal keys: leave out those that are repeated"
             )
 
     def _rows(self, index: ndarray) -> "Table":
-        kept = {name: None if (part := getattr(self, name)) is None else part[index] for name in ("values", "weights")}
+        arrays = {"values": self.values, "weights": self.weights}
+        kept = {name: None if array is None else array[index] for name, array in arrays.items()}
         return replace(self, frame=self.frame.iloc[index].reset_index(drop=True), **kept)
 
 
 def _texts_like_numbers(frame: pd.DataFrame) -> list[str]:
     """The columns of texts that pandas would read as something else, such as "1" or "None"."""
-    found: list[str] = []
+    text_columns: list[str] = []
     for name in (name for name in frame if pd.api.types.infer_dtype(frame[name], skipna=True) == "string"):
         texts = pd.Series(frame[name].dropna().unique(), dtype=object)
         if [*pd.read_csv(StringIO(texts.to_frame("text").to_csv(index=False)))["text"]] != [*texts]:
-            found.append(str(name))
-    return found
+            text_columns.append(str(name))
+    return text_columns
 
 
 def _same_data(one: Table, other: Table) -> bool:
@@ -664,7 +665,7 @@ def _same_data(one: Table, other: Table) -> bool:
 
 def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The entries that all of several mappings share."""
-    return {name: value for name, value in parts[0].items() if all(part.get(name) == value for part in parts)}
+    return {name: value for name, value in parts[0].items() if all(mapping.get(name) == value for mapping in parts)}
 
 
 def _needs(package: str, method: str) -> Any:
@@ -703,8 +704,8 @@ def with_level(keys: pd.DataFrame) -> pd.DataFrame:
     """Returns key columns with `level` before `layer`: a row without a head is about a layer, or about the model."""
     of_head = keys["head"].notna() if "head" in keys else np.zeros(len(keys), dtype=bool)
     level = np.select([of_head, keys["layer"].notna()], ["head", "layer"], "model")
-    place = keys.columns.tolist().index("layer")
-    return pd.concat([keys.iloc[:, :place], pd.Series(level, keys.index, name="level"), keys.iloc[:, place:]], axis=1)
+    before = keys.columns.tolist().index("layer")
+    return pd.concat([keys.iloc[:, :before], pd.Series(level, keys.index, name="level"), keys.iloc[:, before:]], axis=1)
 
 
 def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:

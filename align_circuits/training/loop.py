@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from tqdm import tqdm
 
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import bridges, model_state
 from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.jobs.checkpoints import Checkpoint, load_checkpoint, run_folder, save_checkpoint
 from align_circuits.jobs.identity import identity_of
@@ -179,7 +179,7 @@ def train(
     network = cast(nn.Module, torch.compile(model)) if config.compile else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
-    alone = one_thread_at_a_time(lambda: [*compat.parts_of(model), torch.default_generator])
+    alone = one_thread_at_a_time(lambda: [*bridges.parts_of(model), torch.default_generator])
     with alone, ExitStack() as stack:
         first_step, log = 0, []
         loss_sum = grad_norm = math.nan  # at step 0 there is neither
@@ -332,7 +332,7 @@ def _to(device: torch.device, batch: Any) -> Any:
 
 def _model_hash(model: nn.Module) -> str:
     """A hash of the shapes, the settings and the frozen weights; trained ones come from the checkpoint."""
-    digest = hashlib.sha256(identity_of(compat.settings_of(model, persistent=False)).encode())
+    digest = hashlib.sha256(identity_of(model_state.settings_of(model, persistent=False)).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
         if not parameter.requires_grad:

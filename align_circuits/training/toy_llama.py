@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align_circuits.heads.score import score_heads
-from align_circuits.hooks.compat import has_fast_bfloat16
+from align_circuits.hooks.compat.stored_weights import has_fast_bfloat16
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import wrapped_in_place

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from align_circuits.checks import checked
-from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionParts, take_parts, why_not_fast
+from align_circuits.hooks.compat import adapters, architectures, bridges
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 from align_circuits.jobs.files import inside, writable_folder
@@ -312,7 +312,7 @@ def tune(
     reason = why_not_fast(model)
     if clamps and reason:
         raise ValueError(f"heads of this model cannot be clamped while it is tuned: {reason}")
-    trained, matrices = unwrapped(model), compat.matrices_of(model)
+    trained, matrices = unwrapped(model), bridges.matrices_of(model)
     _check_memory(model, data, config, seed)
     folder = None if out is None else writable_folder(out)
     kept = folder if state is None else writable_folder(state)
@@ -342,8 +342,8 @@ def tune(
     if clamps:
         take_parts(trained)
     # Dropout in the last MLP would be drawn for fewer positions.
-    skips = not (config.dropout and {"gate", "up", "down"} & {*config.matrices}) and compat.skip_unread(trained)
-    compat.fuse_adapters(trained)
+    skips = not (config.dropout and {"gate", "up", "down"} & {*config.matrices}) and architectures.skip_unread(trained)
+    adapters.fuse_adapters(trained)
     engine = "reference" if reason else "fast"
     options = RunOptions(engine=engine)
     probe = Probe(bridge, data.probes, kept and writable_folder(inside(kept, "probes")), data.scored, clamps, options)
@@ -539,17 +539,17 @@ class _TuningData:
 
 def _rotates_by_length(model: HookedModel) -> bool:
     """Whether angles depend on the length of a prompt, so that its end counts, from which nothing is predicted."""
-    return bool(compat.rotating_by_length(modules_in(model)))
+    return bool(architectures.rotating_by_length(modules_in(model)))
 
 
 def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...], *, skips: bool = False) -> Float[Tensor, ""]:
-    """The loss; with `skips` the model takes the keyword of `compat.skip_unread`."""
+    """The loss; with `skips` the model takes the keyword of `architectures.skip_unread`."""
     ids, positions, labels, *padded = batch
     options: dict[str, Any] = {"logits_to_keep": positions, "use_cache": False}
     if padded:  # Hugging Face counts positions from the padding unless it is told not to
         mask = padded[0].long()
         options |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    options = compat.accepted(model, options) | ({"read": positions} if skips else {})
+    options = architectures.accepted(model, options) | ({"read": positions} if skips else {})
     logits = model(ids, **options).logits
     if "logits_to_keep" not in options:
         logits = logits[:, positions]

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 
 import align_circuits as ac
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import adapters, bridges
 from align_circuits.hooks.left_as_found import modules_in
 from align_circuits.models.protocol import model_provenance
 from align_circuits.run import edited_runs
@@ -40,23 +40,23 @@ def adapted(random_hf_model, char_tokenizer):
 
 
 def layers_of(model: Any) -> list[Any]:
-    return [module for module in compat.modules_of(compat.wrapped(model)) if isinstance(module, Linear)]
+    return [module for module in bridges.modules_of(bridges.wrapped(model)) if isinstance(module, Linear)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
 def test_logits_are_the_same_and_weights_come_back_untouched(dtype, tolerance, adapted):
     model, plain = adapted(dtype)
-    weights = {name: (id(weight), weight.clone()) for name, weight in compat.wrapped(model).named_parameters()}
+    weights = {name: (id(weight), weight.clone()) for name, weight in bridges.wrapped(model).named_parameters()}
     with torch.no_grad():
         apart, base = model(TOKENS), plain(TOKENS).logits
-        with compat.merged_adapters(modules_in(model)):
+        with adapters.merged_adapters(modules_in(model)):
             assert layers_of(model) and all(layer.merged for layer in layers_of(model))
             torch.testing.assert_close(model(TOKENS), apart, atol=tolerance, rtol=0)
             torch.testing.assert_close(plain(TOKENS).logits, base, atol=0, rtol=0)  # which shares the weights
         assert (apart - base).abs().max() > 0.1, "the adapter matters"
         assert not any(layer.merged for layer in layers_of(model))
         torch.testing.assert_close(model(TOKENS), apart, atol=0, rtol=0)
-    for name, weight in compat.wrapped(model).named_parameters():
+    for name, weight in bridges.wrapped(model).named_parameters():
         assert weights[name][0] == id(weight)
         torch.testing.assert_close(weights[name][1], weight, atol=0, rtol=0)
 
@@ -73,7 +73,7 @@ def test_what_a_sum_would_change_stays_apart(adapted):
     for model, merged in ((narrow, 0), (dora, 0), (off, 0), (hooked, len(layers_of(hooked)) - 2)):
         with torch.no_grad():
             before = model(TOKENS)
-            with compat.merged_adapters(modules_in(model)):
+            with adapters.merged_adapters(modules_in(model)):
                 assert sum(layer.merged for layer in layers_of(model)) == merged
                 torch.testing.assert_close(model(TOKENS), before, atol=2e-5, rtol=0)
 
@@ -98,7 +98,7 @@ def test_provenance_is_that_of_the_weights_as_they_are(adapted, monkeypatch):
 def test_an_interrupt_amid_the_merging_leaves_nothing(after, adapted, monkeypatch):
     model, _ = adapted()
     pair = ac.Pair(*TASK.pairs(TASK.sample(2, model.tokenizer, seed=0), 0))
-    state, weights = found(model), list(compat.wrapped(model).parameters())
+    state, weights = found(model), list(bridges.wrapped(model).parameters())
     calls, merge = [0], Linear.merge
 
     def interrupted(self: Any, *arguments: Any, **settings: Any) -> None:
@@ -112,5 +112,5 @@ def test_an_interrupt_amid_the_merging_leaves_nothing(after, adapted, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             ac.patch_heads(model, pair)
     assert not changed(state, found(model))
-    assert all(one is other for one, other in zip(weights, compat.wrapped(model).parameters(), strict=True))
+    assert all(one is other for one, other in zip(weights, bridges.wrapped(model).parameters(), strict=True))
     assert not any(layer.merged for layer in layers_of(model))

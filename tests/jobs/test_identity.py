@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import align_circuits as ac
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import bridges, model_state
 from align_circuits.hooks.edits import AblationBaseline
 from align_circuits.jobs import identity, jobs, sweeps
 from align_circuits.jobs.identity import Unidentified, identity_of
@@ -188,7 +188,7 @@ class Weighted(LlamaMLP):
 
 
 def weighted(model: Any, weight: float = 2.0) -> None:
-    mlp = compat.component(model.blocks[1].mlp)
+    mlp = bridges.component(model.blocks[1].mlp)
     mlp.__class__, mlp.options = Weighted, SimpleNamespace(weight=weight)
 
 
@@ -197,7 +197,7 @@ def test_an_object_that_a_module_of_ones_own_computes_with_counts(models):
     for weight in (1.0, 2.0, 1.0):
         model = models()
         weighted(model, weight)
-        names.append(identity_of(compat.settings_of(model)))
+        names.append(identity_of(model_state.settings_of(model)))
     assert names[0] == names[2] != names[1]
 
 
@@ -209,22 +209,22 @@ def swapped(model: Any) -> None:
 
 def test_every_setting_of_a_model_counts(models, monkeypatch):
     model = models()
-    monkeypatch.setattr(compat, "modules_of", lambda *roots: roots)  # both have the configurations
-    before = identity_of(compat.settings_of(model))
+    monkeypatch.setattr(model_state, "modules_of", lambda *roots: roots)  # both have the configurations
+    before = identity_of(model_state.settings_of(model))
     for config in (model.original_model.config, model.cfg):
         for name, value in [*vars(config).items()]:
-            if name in compat._LEFT_BEHIND or not compat._is_setting(value):
+            if name in model_state._LEFT_BEHIND or not model_state._is_setting(value):
                 continue
             for new in changed(value):
                 vars(config)[name] = new
-                assert identity_of(compat.settings_of(model)) != before, name
+                assert identity_of(model_state.settings_of(model)) != before, name
             vars(config)[name] = value
-    assert identity_of(compat.settings_of(model)) == before
+    assert identity_of(model_state.settings_of(model)) == before
     monkeypatch.undo()
-    before = identity_of(compat.settings_of(model))
+    before = identity_of(model_state.settings_of(model))
     for buffer in (*model.original_model.buffers(),):
         buffer.add_(1)
-        assert identity_of(compat.settings_of(model)) != before
+        assert identity_of(model_state.settings_of(model)) != before
         buffer.sub_(1)
     tokenizer, model.tokenizer = model.tokenizer, None
     without = identity_of(model_identity(model))

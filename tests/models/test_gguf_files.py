@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from written_gguf import write_gguf
 
 import align_circuits as ac
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import bridges
 from align_circuits.models import gguf_files, loading
 from align_circuits.models.gguf_files import TENSORS
 from align_circuits.models.loading import load
@@ -93,7 +93,7 @@ def test_quantized_weights(form, models, byte_bpe_tokenizer, tmp_path):
 
 
 def _inner(name: str, model: Any) -> str:
-    return next(key for key in model.original_model.state_dict() if compat.parameter_name(key) == name)
+    return next(key for key in model.original_model.state_dict() if bridges.parameter_name(key) == name)
 
 
 @pytest.mark.parametrize(("name", "change"), [("qwen3", {"head_dim": 16}), ("gpt2", {"n_positions": 48})])
@@ -150,7 +150,7 @@ def test_an_adapter_finds_its_gguf_file(files, tmp_path, monkeypatch):
     monkeypatch.chdir(files["llama"].parent)
     model = load("llama.gguf")
     settings: Any = {"layers": None, "r": 2, "alpha": 2.0, "dropout": 0.0, "seed": 0}
-    adapted = with_adapter(unwrapped(model), compat.matrices_of(model), names=("q",), **settings)
+    adapted = with_adapter(unwrapped(model), bridges.matrices_of(model), names=("q",), **settings)
     save_adapter(adapted, tmp_path / "adapter")
     monkeypatch.chdir(tmp_path)
     again = load("adapter")

@@ -15,8 +15,8 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 
 import align_circuits as ac
-from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
+from align_circuits.hooks.compat import stored_weights
 from align_circuits.models import loading
 from align_circuits.models.loading import load
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance
@@ -159,7 +159,7 @@ def test_real_llama_3_vocabulary(random_hf_model, llama_tokenizer, tmp_path):
 def test_bf16_stays_where_the_device_has_instructions_for_it(
     fast, named, adapted, random_hf_model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(compat, "has_fast_bfloat16", lambda device: fast and device.type == "cpu")
+    monkeypatch.setattr(stored_weights, "has_fast_bfloat16", lambda device: fast and device.type == "cpu")
     random_hf_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     if not named:  # then the dtype is that of the tensors
         config = json.loads((tmp_path / "config.json").read_text())
@@ -179,7 +179,7 @@ def test_bf16_stays_where_the_device_has_instructions_for_it(
 
 
 def test_other_dtypes_are_kept(random_hf_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(compat, "has_fast_bfloat16", lambda _: False)
+    monkeypatch.setattr(stored_weights, "has_fast_bfloat16", lambda _: False)
     for dtype in (torch.float16, torch.float32, torch.float64):
         random_hf_model("llama").to(dtype).save_pretrained(tmp_path)
         assert load(tmp_path).cfg.dtype == dtype
@@ -189,7 +189,7 @@ def test_other_dtypes_are_kept(random_hf_model, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_bundled_models_are_float32_on_every_device(fast, monkeypatch):
-    monkeypatch.setattr(compat, "has_fast_bfloat16", lambda _: fast)
+    monkeypatch.setattr(stored_weights, "has_fast_bfloat16", lambda _: fast)
     for name in ("toy-llama", "toy-llama-ica"):
         provenance = model_provenance(load(name))
         assert (provenance["dtype"], provenance["stored_dtype"]) == ("float32", "bfloat16")

@@ -15,7 +15,7 @@ from torch import nn
 import align_circuits as ac
 from align_circuits.circuits.direct_effects import direct_logit_attribution
 from align_circuits.cli import main
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import stored_weights
 from align_circuits.models import quantization
 from align_circuits.models.quantization import dequantised, keep_exact
 
@@ -41,7 +41,7 @@ def models(folder):
     codes = dict(narrow.original_model.named_modules())
     changed = 0
     for name, module in wide.original_model.named_modules():
-        if isinstance(module, nn.Linear) and compat.is_quantised(codes[name]):
+        if isinstance(module, nn.Linear) and stored_weights.is_quantised(codes[name]):
             assert not torch.equal(module.weight, dequantised(codes[name]))
             module.weight.data = dequantised(codes[name]).clone()
             changed += 1

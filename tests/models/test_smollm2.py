@@ -14,7 +14,7 @@ from written_gguf import write_gguf
 
 import align_circuits as ac
 from align_circuits.cli.entry import main
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import bridges
 from align_circuits.models import smollm2
 from align_circuits.models.lora import save_adapter, unwrapped, with_adapter
 from align_circuits.models.smollm2 import converted_smollm2
@@ -70,7 +70,7 @@ def test_what_is_tuned_on_it_names_it(cache, tmp_path):
     assert torch.equal(logits(ac.load(tmp_path / "saved")), logits(model))
     assert plain.get_input_embeddings().weight is plain.get_output_embeddings().weight  # pyright: ignore
     adapted = with_adapter(
-        plain, compat.matrices_of(model), names=("q",), layers=None, r=2, alpha=2.0, dropout=0.0, seed=0
+        plain, bridges.matrices_of(model), names=("q",), layers=None, r=2, alpha=2.0, dropout=0.0, seed=0
     )
     save_adapter(adapted, tmp_path / "adapter")
     assert '"smollm2"' in (tmp_path / "adapter" / "adapter_config.json").read_text()

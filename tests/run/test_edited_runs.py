@@ -19,7 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import align_circuits as ac
 from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.hooks import compat, replay
+from align_circuits.hooks import replay
+from align_circuits.hooks.compat import architectures, attention_functions
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
@@ -145,7 +146,7 @@ def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | 
         site = site.removeprefix("rot_")  # which it does not have
     elif model.cfg.architecture.startswith("GPT") and site in ("q", "k", *ROTATED_SITES):
         site = "z"  # whose hooks never fire here
-    if site == "resid_mid" and compat.is_parallel(model.blocks[0]):
+    if site == "resid_mid" and architectures.is_parallel(model.blocks[0]):
         site = "attn_out"
     of_heads = site in HEAD_SITES + ROTATED_SITES
     place: Any = {"heads": [(layer, head)]} if of_heads else {"layers": [layer]}
@@ -376,7 +377,7 @@ def test_attention_that_is_not_fused_equals_the_fused_one(masked):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 3, size, 8, generator=generator) for size in (5, 7, 7))
     mask = torch.where(torch.rand(2, 1, 5, 7, generator=generator) < 0.5, 0.0, torch.finfo(torch.float32).min)
-    expected = compat.fused_attention(query, key, value, 0.3, mask if masked else None)
+    expected = attention_functions.fused_attention(query, key, value, 0.3, mask if masked else None)
     found = replay.plain_attention(query, key, value, 0.3, mask if masked else None)
     torch.testing.assert_close(found, tuple(expected))
 

@@ -27,7 +27,8 @@ from found import VERBS, changed, found, pair_of, with_a_callers_things
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import align_circuits as ac
-from align_circuits.hooks import compat, left_as_found
+from align_circuits.hooks import left_as_found
+from align_circuits.hooks.compat import model_state
 from align_circuits.models.tokenizer import char_tokenizer
 
 CONFIG = LlamaConfig(
@@ -47,7 +48,7 @@ def raises(*_: int | FrameType | None) -> None:
 
 def take_the_guard_away() -> None:
     """Makes `@leaves_as_found` do nothing, so that the code's own clean-up is all that is left."""
-    compat.remembered = lambda _: lambda generator: None  # noqa: ARG005
+    model_state.remembered = lambda _: lambda generator: None  # noqa: ARG005
     left_as_found._Signals.hold = lambda self: None  # noqa: ARG005
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AttentionInterface
 
 import align_circuits as ac
-from align_circuits.hooks import compat
 from align_circuits.hooks.attention import take_parts
+from align_circuits.hooks.compat import bridges
 from align_circuits.models.lora import unwrapped, with_adapter
 from align_circuits.prompts.relations import Relation
 from align_circuits.training.tuning import TuneConfig, _TuningData, tune
@@ -34,7 +34,7 @@ def adapted(llama):
     """What `tune` trains, with an adapter that is not zero."""
     model = unwrapped(llama)
     names = ("q", "k", "v", "o")
-    with_adapter(model, compat.matrices_of(llama), names=names, layers=None, r=4, alpha=4.0, dropout=0.0, seed=0)
+    with_adapter(model, bridges.matrices_of(llama), names=names, layers=None, r=4, alpha=4.0, dropout=0.0, seed=0)
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         if "lora" in name:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import align_circuits as ac
-from align_circuits.hooks import compat
+from align_circuits.hooks.compat import adapters, architectures, bridges
 from align_circuits.models import quantization
 from align_circuits.models.lora import recompute, unwrapped, with_adapter
 from align_circuits.models.protocol import parameters_of
@@ -427,7 +427,7 @@ def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp
     hook = ("blocks.0.hook_resid_post", lambda value, **_: value)
     with llama.hooks(fwd_hooks=[hook]), pytest.raises(ValueError, match="hooks are attached"):
         run(llama)
-    layer = compat.component(llama.blocks[0])
+    layer = bridges.component(llama.blocks[0])
     layer.forward = partial(lambda forward, *given, **options: forward(*given, **options), layer.forward)
     refused("a forward pass of your own on a LlamaDecoderLayer", run, llama)
     del layer.forward
@@ -589,7 +589,7 @@ def test_the_last_mlp_skips_what_no_loss_reads(name, checkpointing, random_hf_mo
         for weight in plain.parameters():
             weight.requires_grad_()
         if skipping:
-            assert compat.skip_unread(plain)
+            assert architectures.skip_unread(plain)
         if checkpointing:
             recompute(plain)
         hook = plain.model.layers[-1].mlp.register_forward_hook(lambda _m, given, _o, seen=seen: seen.append(given[0]))
@@ -627,7 +627,7 @@ def test_fused_adapters_train_as_peft_does(name, checkpointing, random_hf_model,
     found, outputs = [], []
     for fused in (False, True):
         plain = unwrapped(model)
-        matrices = compat.matrices_of(model)
+        matrices = bridges.matrices_of(model)
         with_adapter(
             plain, matrices, names=("q", "k", "v", "o", "up"), layers=None, r=3, alpha=5.0, dropout=0.0, seed=0
         )
@@ -637,7 +637,7 @@ def test_fused_adapters_train_as_peft_does(name, checkpointing, random_hf_model,
                 weight.data.normal_(0, 0.1, generator=generator)
         weights = {key: weight.clone() for key, weight in plain.named_parameters()}
         if fused:
-            compat.fuse_adapters(plain)
+            adapters.fuse_adapters(plain)
         if checkpointing:
             recompute(plain)
         inner, seen = plain.model.layers[0].self_attn.q_proj.lora_A["default"], []
@@ -661,14 +661,14 @@ def test_fused_adapters_train_as_peft_does(name, checkpointing, random_hf_model,
 )
 def test_adapters_are_fused_where_nothing_else_is_computed(llama, monkeypatch, settings):
     fused = []
-    real = compat._AdaptedLinear.apply
-    monkeypatch.setattr(compat._AdaptedLinear, "apply", lambda *given: (fused.append(1), real(*given))[1])
+    real = adapters._AdaptedLinear.apply
+    monkeypatch.setattr(adapters._AdaptedLinear, "apply", lambda *given: (fused.append(1), real(*given))[1])
     run(llama, config=replace(QUICK, batch=8, **settings))
     assert bool(fused) == (settings == {"dropout": 0.0})
 
 
 def test_narrow_weights_are_not_fused(folder, monkeypatch):
-    monkeypatch.setattr(compat._AdaptedLinear, "apply", None)
+    monkeypatch.setattr(adapters._AdaptedLinear, "apply", None)
     run(ac.load(folder, dtype=torch.bfloat16), config=replace(QUICK, batch=8, dropout=0.0))
 
 
@@ -681,5 +681,5 @@ def test_adapters_by_prompt_go_by_peft(random_hf_model: Any):
     model.eval()
     with torch.no_grad():
         expected = model(tokens, adapter_names=names).logits
-        compat.fuse_adapters(model)
+        adapters.fuse_adapters(model)
         torch.testing.assert_close(model(tokens, adapter_names=names).logits, expected)

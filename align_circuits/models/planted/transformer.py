@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionFunction
+from align_circuits.hooks.compat import attention_functions, user_code
 from align_circuits.hooks.decoders import Rotation
 from align_circuits.hooks.names import Site
 from align_circuits.hooks.probes import Change
@@ -128,7 +128,7 @@ class HandBuilt(HookedRootModule):
             place = name or type(self).__name__
             if getattr(module.forward, "__func__", None) not in _REPLAYED:
                 return f"{place} has a forward of its own, which its parts do not compute"
-            if compat.is_hooked(module):
+            if user_code.is_hooked(module):
                 return f"hooks are attached ({place}), which its parts would not fire"
         return None
 
@@ -221,7 +221,7 @@ class HandBuiltAttention(nn.Module):
             each.transpose(1, 2)
             for each in (q, *(each.repeat_interleave(self.num_key_value_groups, 2) for each in (k, v)))
         )
-        if compat.is_hooked(self.hook_attn_scores) or compat.is_hooked(self.hook_pattern):
+        if user_code.is_hooked(self.hook_attn_scores) or user_code.is_hooked(self.hook_pattern):
             scores = (q / q.shape[-1] ** 0.5) @ k.mT
             scores = self.hook_attn_scores(scores.masked_fill_(hidden, -torch.inf))
             z = self.hook_pattern(scores.softmax(-1)) @ v
@@ -312,7 +312,7 @@ class HandBuiltDecoder:
         """
         weights, module = self._attention[layer], self._model.blocks[layer].attn
         if edited or weights.columns is None or query.is_cuda:
-            return compat.sdpa(module, query, key, value, mask, scaling=scaling)[0]
+            return attention_functions.sdpa(module, query, key, value, mask, scaling=scaling)[0]
         z = value.new_zeros(len(query), query.shape[2], query.shape[1], query.shape[3])
         for head, (of_scores, of_values) in weights.columns.items():
             shared = head // module.num_key_value_groups

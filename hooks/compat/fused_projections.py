@@ -1,0 +1,129 @@
+"""Linear layers that a bridge splits into parts: whether both still hold the same weights."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from align_circuits.hooks.compat.bridges import component
+from align_circuits.hooks.compat.stored_weights import onloaded
+
+
+@dataclass(frozen=True, eq=False)
+class _Fused:
+    """A linear layer whose parts a bridge has split off: queries, keys and values, or both inputs of a gated MLP."""
+
+    linear: Any
+    owner: Any
+    """The module of Hugging Face that holds it."""
+    parts: Sequence[Any]
+    """The layers with which the bridge computes."""
+    split: Callable[[Any], Sequence[Any]]
+    """Returns such parts of an owner anew."""
+
+    @classmethod
+    def of(cls, block: Any) -> "Iterator[_Fused]":
+        """Yields those of a layer."""
+        attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+        if (split := getattr(attention, "split_qkv_matrix", None)) is not None:
+            parts = [component(getattr(attention, name)) for name in ("q", "k", "v")]
+            yield cls(component(getattr(attention, "qkv", None)), component(attention), parts, split)
+        if (split := getattr(mlp, "split_gate_up_matrix", None)) is not None:
+            parts = [component(getattr(mlp, name)) for name in ("gate", "in")]
+            yield cls(component(getattr(component(mlp), mlp.fused_attr, None)), component(mlp), parts, split)
+
+    @contextmanager
+    def anew(self) -> "Iterator[list[tuple[Any, Any]]]":
+        """Gives the parts, each beside what it would be if it were split now, for the length of a `with`."""
+        with onloaded(self.owner), torch.no_grad(), _Undrawn():
+            yield list(zip(self.parts, self.split(self.owner), strict=True))
+
+    def differs(self) -> bool:
+        """Whether the bridge computes with other weights than the layer has."""
+        with self.anew() as pairs:
+            for part, part_now in pairs:
+                for name in ("weight", "bias"):
+                    old, new = getattr(part, name, None), getattr(part_now, name, None)
+                    if (old is None) != (new is None) or (old is not None and not torch.equal(old, new.to(old))):
+                        return True
+        return False
+
+    def state(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
+        """What changes with the weights: how often they were written to and where, and a few of the numbers.
+
+        PyTorch does not count what is written to `.data`: of a matrix each row and column has a number here. To compare
+        all numbers in every call would take as long as the call.
+        """
+        counts: list[tuple[int, int]] = []
+        numbers: list[Tensor] = []
+        for weight in (getattr(self.linear, "weight", None), getattr(self.linear, "bias", None)):
+            if weight is not None and not weight.is_meta and weight.ndim <= 2:
+                counts.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version))
+                steps = torch.arange(max(weight.shape), device=weight.device)
+                diagonal = tuple(steps % size for size in weight.shape)  # which begins again where the matrix ends
+                numbers.append(weight.detach()[diagonal].clone())
+        return counts, numbers
+
+
+_STATES: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+"""Of each bridge the states of its fused layers when their parts were last equal to them."""
+
+
+def split_weights_differ(bridge: Any) -> int | None:
+    """Returns the first layer that a bridge computes by other weights than the fused ones of Hugging Face.
+
+    A bridge splits a fused projection once and computes with the parts: trained, they leave the fused one behind. None
+    where none differs, or no projection is fused.
+    """
+    layers = enumerate(bridge.blocks)
+    return next((layer for layer, block in layers if any(fused.differs() for fused in _Fused.of(block))), None)
+
+
+def remember_fused(bridge: Any) -> None:
+    """Notes what the fused layers of a bridge are, whose parts it has just split."""
+    _STATES[bridge] = [[fused.state() for fused in _Fused.of(block)] for block in bridge.blocks]
+
+
+def split_anew(bridge: Any) -> None:
+    """Gives a bridge the parts of its fused layers as these are now, in place."""
+    for block in bridge.blocks:
+        for fused in _Fused.of(block):
+            with fused.anew() as pairs:
+                for part, part_now in pairs:
+                    part.weight.copy_(part_now.weight)
+    remember_fused(bridge)
+
+
+def fused_left_behind(bridge: Any) -> int | None:
+    """Returns the first layer with a fused projection that was changed or adapted, but not the parts that compute."""
+    for layer, states in enumerate(_STATES.get(bridge, ()) if isinstance(bridge, nn.Module) else ()):
+        for n, (fused, (counts, numbers)) in enumerate(zip(_Fused.of(bridge.blocks[layer]), states, strict=True)):
+            if hasattr(fused.linear, "base_layer"):  # PEFT wrapped it: the adapter is not in the parts
+                return layer
+            counts_now, numbers_now = fused.state()
+            if counts != counts_now or not all(map(_are_equal, numbers, numbers_now)):
+                if fused.differs():
+                    return layer
+                states[n] = counts_now, numbers_now  # written to, but with the same numbers: not compared again
+    return None
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.to(other), other)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Makes layers without drawing their first weights, where TransformerLens makes new ones only to fill them.
+
+    The generator belongs to all threads: to draw and put it back would move what another draws meanwhile.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init" or func in (Tensor.uniform_, Tensor.normal_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
