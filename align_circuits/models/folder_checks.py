@@ -117,16 +117,16 @@ def check_index(folder: Path, settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{name} in {str(folder)!r} has no weight_map from tensors to files: download the folder again"
         )
-    own = [folder.resolve()]
+    folders = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":  # of the hub's cache, whose files are links
-        own.append(folder.resolve().parents[1] / "blobs")
+        folders.append(folder.resolve().parents[1] / "blobs")
     for file in sorted({*names.values()}):
         if not file.endswith(".safetensors"):
             raise ValueError(
                 f"{name} in {str(folder)!r} names {file!r}: weights are read from safetensors, and pickled ones are "
                 "not opened, since they can run code; download the folder again"
             )
-        if Path(file).name != file or (folder / file).resolve().parent not in own or "\0" in file:
+        if Path(file).name != file or (folder / file).resolve().parent not in folders or "\0" in file:
             raise ValueError(f"{name} in {str(folder)!r} names {file!r}, which lies outside: put it into the folder")
         if not (folder / file).is_file():
             raise ValueError(f"{name} in {str(folder)!r} names {file!r}, which is missing: download the folder again")
@@ -154,8 +154,8 @@ def stored_dtype(folder: Path, config: Any) -> torch.dtype:
         ValueError: As `shapes_in`.
     """
     names = () if isinstance(config.dtype, torch.dtype) else (tensor.get_dtype() for _, tensor in _tensors_in(folder))
-    found = next((_FLOATS[name] for name in names if name in _FLOATS), torch.float32)
-    return config.dtype if isinstance(config.dtype, torch.dtype) else found
+    of_files = next((_FLOATS[name] for name in names if name in _FLOATS), torch.float32)
+    return config.dtype if isinstance(config.dtype, torch.dtype) else of_files
 
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -174,7 +174,7 @@ def _tensors_in(folder: Path) -> Iterator[tuple[str, Any]]:
             ) from error
 
 
-def check_counts(place: Path, settings: Mapping[str, Any], tensors: int) -> None:
+def check_counts(path: Path, settings: Mapping[str, Any], tensors: int) -> None:
     """Raises a ValueError if settings count more layers than there are tensors, or more labels than any model has.
 
     Those are built one by one: 10^9 would take all memory before they are compared with the weights. Other sizes only
@@ -184,7 +184,7 @@ def check_counts(place: Path, settings: Mapping[str, Any], tensors: int) -> None
         last = name.rpartition(".")[2]
         if last in COUNTS and value > (MOST_LABELS if last == "num_labels" else tensors):
             raise ValueError(
-                f"the configuration in {str(place)!r} says {name}={value:,}, but the weights are {tensors:,} tensors: "
+                f"the configuration in {str(path)!r} says {name}={value:,}, but the weights are {tensors:,} tensors: "
                 "download it again, or correct config.json"
             )
 
@@ -211,7 +211,7 @@ def outline_of(config: Any, dtype: torch.dtype | None) -> PreTrainedModel:
 
 def memory_of(outline: PreTrainedModel) -> int:
     """Returns the bytes that a model takes."""
-    return sum(part.numel() * part.element_size() for part in (*outline.parameters(), *outline.buffers()))
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*outline.parameters(), *outline.buffers()))
 
 
 def memory_of_machine() -> int:
@@ -231,30 +231,30 @@ def check_device_map(device_map: str | Mapping[str, int | str], outline: PreTrai
             raise ValueError(f"device_map={device_map!r}: {remedy}")
         return
     modules, gpus = dict(outline.named_modules()), torch.cuda.device_count()
-    for name, place in device_map.items():
+    for name, device in device_map.items():
         if name not in modules:
             raise ValueError(f"device_map names {name!r}, which is no module of a {type(outline).__name__}: {remedy}")
-        number = place if isinstance(place, int) else place.removeprefix("cuda:")
+        number = device if isinstance(device, int) else device.removeprefix("cuda:")
         known = number in ("cpu", "disk") or (str(number).isdecimal() and int(number) < gpus)
         if not known:
-            raise ValueError(f"device_map puts {name!r} on {place!r}, but PyTorch finds {gpus} GPUs: {remedy}")
+            raise ValueError(f"device_map puts {name!r} on {device!r}, but PyTorch finds {gpus} GPUs: {remedy}")
     covered = tuple(f"{name}." if name else "" for name in device_map)
     if missing := [name for name, _ in outline.named_parameters() if not name.startswith(covered)]:
         raise ValueError(f"device_map has no place for {missing[0]!r} and {len(missing) - 1} other tensors: {remedy}")
 
 
-def check_memory(place: Path, needed: int, stored: int) -> None:
+def check_memory(path: Path, needed: int, stored: int) -> None:
     """Raises a ValueError if a model does not fit into this machine, or is not that of its weights.
 
     Args:
-        place: The folder or file, for the message.
+        path: The folder or file, for the message.
         needed: The bytes that the model takes, by its configuration.
         stored: The bytes of the weights' files.
     """
     memory = memory_of_machine()
     if needed > min(memory, MOST_PACKED * stored + UNSTORED):
         raise ValueError(
-            f"a model of the sizes in {str(place)!r} takes {readable_size(needed)} of memory, but its weights' files "
+            f"a model of the sizes in {str(path)!r} takes {readable_size(needed)} of memory, but its weights' files "
             f"have {readable_size(stored)} and this machine has {readable_size(memory)} of memory: correct "
             "config.json, give a smaller dtype, or take a larger machine"
         )
@@ -275,7 +275,7 @@ def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str
                 f"the adapter in {str(folder)!r} says {name}={value:,}, but its weights have at most {largest} rows or "
                 "columns: download the folder again, or correct adapter_config.json"
             )
-    given = {name: found for name in _PATTERNS if isinstance(found := settings.get(name), str | list | dict)}
+    given = {name: setting for name in _PATTERNS if isinstance(setting := settings.get(name), str | list | dict)}
     patterns = {
         _PATTERNS[name].format(pattern): (name, pattern)
         for name in given
@@ -309,14 +309,14 @@ def check_tokenizer(folder: Path) -> None:
         settings = json.loads((folder / name).read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return  # what reads it says what is wrong
-    parts = settings if isinstance(settings, dict) else {}
-    for part in ("normalizer", "decoder"):
-        if (grown := _growth(parts.get(part))) > MOST_GROWN:
+    tokenizer = settings if isinstance(settings, dict) else {}
+    for step in ("normalizer", "decoder"):
+        if (grown := _growth(tokenizer.get(step))) > MOST_GROWN:
             raise ValueError(
-                f"the {part} in {name} of {str(folder)!r} makes {grown:,} characters of one: give another tokenizer as "
+                f"the {step} in {name} of {str(folder)!r} makes {grown:,} characters of one: give another tokenizer as "
                 "tokenizer="
             )
-    padded = max((value for _, value in _numbers_in([parts.get("padding")])), default=0)
+    padded = max((value for _, value in _numbers_in([tokenizer.get("padding")])), default=0)
     if padded > MOST_PADDED:
         raise ValueError(
             f"{name} of {str(folder)!r} pads every text to {padded:,} tokens: give another tokenizer as tokenizer="
@@ -340,3 +340,8 @@ def _growth(normalizer: Any) -> int:
 def readable_size(count: int) -> str:
     """A number of bytes, as a person says it."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
+
+
+def one_line(error: Exception) -> str:
+    """Returns what an error of another library says, in one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

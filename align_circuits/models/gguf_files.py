@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from align_circuits.hooks.compat import gguf, stored_weights
-from align_circuits.models.folder_checks import check_counts, check_memory, memory_of, outline_of
+from align_circuits.models.folder_checks import check_counts, check_memory, memory_of, one_line, outline_of
 
 _BLOCK = r"(attn_norm|attn_q|attn_k|attn_v|attn_output|ffn_norm|ffn_gate|ffn_up|ffn_down)\.weight"
 _ENDS = r"(token_embd|output_norm|output)\.weight"
@@ -83,9 +83,9 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
             "folder in the Hugging Face format"
         )
     check_counts(path, {"block_count": metadata.get(f"{architecture}.block_count")}, len(names))
-    place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
+    source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(path.parent, **place)
+        config = AutoConfig.from_pretrained(path.parent, **source)
         for name, key in LEFT_OUT.get(architecture, {}).items():
             setattr(config, name, metadata.get(key, getattr(config, name)))
         check_memory(path, memory_of(outline_of(config, dtype or torch.float32)), path.stat().st_size)
@@ -99,7 +99,7 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
             dtype=dtype or torch.float32,
             attn_implementation="eager",
             output_loading_info=True,
-            **place,
+            **source,
         )
     except Exception as error:  # whoever reads a garbled file fails in its own way
         raise _broken(path, error) from error
@@ -169,25 +169,25 @@ def _check_counts(path: Path) -> None:
     """Raises a ValueError if a file counts more than any model has: its reader goes through them one by one."""
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as file:
         tensors, settings = struct.unpack_from("<QQ", file, 8)
-        place, parts = 24, 0
+        offset, entries = 24, 0
         for _ in range(settings if max(tensors, settings) <= MOST_TENSORS else 0):
-            (length,) = struct.unpack_from("<Q", file, place)
-            (kind,) = struct.unpack_from("<I", file, place + 8 + length)
-            place, count = place + 12 + length, 1
+            (length,) = struct.unpack_from("<Q", file, offset)
+            (kind,) = struct.unpack_from("<I", file, offset + 8 + length)
+            offset, count = offset + 12 + length, 1
             if kind == _ARRAY:
-                kind, count = struct.unpack_from("<IQ", file, place)
-                place, parts = place + 12, parts + count
-            if parts > MOST_PARTS:
+                kind, count = struct.unpack_from("<IQ", file, offset)
+                offset, entries = offset + 12, entries + count
+            if entries > MOST_PARTS:
                 break
             if kind in _WIDTHS:
-                place += count * _WIDTHS[kind]
+                offset += count * _WIDTHS[kind]
                 continue
             for _ in range(count):  # texts
-                place += 8 + struct.unpack_from("<Q", file, place)[0]
-    if max(tensors, settings) > MOST_TENSORS or parts > MOST_PARTS:
+                offset += 8 + struct.unpack_from("<Q", file, offset)[0]
+    if max(tensors, settings) > MOST_TENSORS or entries > MOST_PARTS:
         raise ValueError(
-            f"it counts {tensors:,} tensors, {settings:,} settings and {parts:,} parts of arrays, more than any model "
-            "has"
+            f"it counts {tensors:,} tensors, {settings:,} settings and {entries:,} parts of arrays, more than any "
+            "model has"
         )
 
 
@@ -196,8 +196,7 @@ _ARRAY, _WIDTHS = 9, {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8, 11:
 
 
 def _broken(path: Path, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return ValueError(f"{str(path)!r} cannot be read as a GGUF file ({reason}): download it again")
+    return ValueError(f"{str(path)!r} cannot be read as a GGUF file ({one_line(error)}): download it again")
 
 
 def _rope_factors(path: Path) -> Tensor:

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,6 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,12 +28,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from align_circuits.checks import Tokenizer, checked
-from align_circuits.hooks.attention import ARCHITECTURES
-from align_circuits.hooks.compat import bridges, fused_projections, stored_weights, user_code
-from align_circuits.hooks.heads import shared_at
+from align_circuits.hooks.compat import stored_weights, user_code
 from align_circuits.hooks.left_as_found import one_thread_at_a_time
-from align_circuits.hooks.names import HEAD_SITES, Site, name_of
-from align_circuits.hooks.probes import evaluating
 from align_circuits.jobs.files import is_path
 from align_circuits.models.folder_checks import (
     check_adapter,
@@ -45,6 +40,7 @@ from align_circuits.models.folder_checks import (
     check_safetensors,
     check_tokenizer,
     memory_of,
+    one_line,
     outline_of,
     rows_of,
     settings_in,
@@ -52,9 +48,10 @@ from align_circuits.models.folder_checks import (
     stored_dtype,
 )
 from align_circuits.models.gguf_files import gguf_parameters, gguf_tokenizer, read_gguf
-from align_circuits.models.protocol import HookedModel, parameters_of
+from align_circuits.models.protocol import HookedModel
 from align_circuits.models.quantization import Quantization, keep_exact, quantization_config
 from align_circuits.models.smollm2 import converted_smollm2
+from align_circuits.models.wrapping import FUSED, bridge_around, check_architecture
 
 WEIGHTS = Path(__file__).parent / "weights"
 
@@ -73,9 +70,6 @@ FILES: tuple[str, ...] = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinj
 
 MOST_ADAPTERS = 8
 """How many adapters may be the base of one another."""
-
-FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv", "gate_up_proj")
-"""Modules that compute queries, keys and values, or both inputs of a gated MLP, in one projection."""
 
 
 @checked
@@ -135,7 +129,7 @@ def load(
             architecture is unknown, a weight is NaN (offloaded ones are not looked at), an adapter or tokenizer cannot
             be used, a device map does not fit, or a quantization is unknown.
     """
-    name = source
+    name = source  # what the bridge is called, also where a bundled name becomes a folder below
     if user_code.is_compiled(source):
         raise ValueError(
             f"this {type(getattr(source, '_orig_mod', source)).__name__} is compiled (torch.compile), and compiled "
@@ -145,8 +139,8 @@ def load(
         raise ValueError(f"device={str(device)!r} and a device_map: give one of them")
     if quantization not in (None, *get_args(Quantization)):
         raise ValueError(f"quantization={quantization!r}: choose '4bit' or '8bit', or leave it out")
-    for option, given in (("device_map", device_map), ("quantization", quantization)):
-        if given is not None and not isinstance(source, str | Path):
+    for option, value in (("device_map", device_map), ("quantization", quantization)):
+        if value is not None and not isinstance(source, str | Path):
             raise ValueError(f"{option} goes with a folder or a name on the hub: a model in memory stays as it is")
     if gguf_file is not None and (not isinstance(source, str | Path) or source in BUNDLED):
         raise ValueError(f"gguf_file={gguf_file!r} goes with a folder or a name on the hub: leave it out")
@@ -165,14 +159,14 @@ def load(
         return source
     if isinstance(source, str | Path):
         target = chosen_device(device)  # an unknown device is refused before anything is downloaded
-        place = _place(source, revision, gguf_file)
+        path = _place(source, revision, gguf_file)
         if quantization is not None and device_map is None:
             device_map = {"": "cpu" if target.type == "cpu" else target.index or 0}  # quantised on its way there
-        model: Any = _read(place, dtype, target, device_map, quantization)
+        model: Any = _read(path, dtype, target, device_map, quantization)
         if device_map is None:
             model = model.to(target)
-        name = place if is_gguf(place) else name  # an adapter of the model refers to the file
-        return _bridge(model, _tokenizer(tokenizer, place, Path(str(model.name_or_path))), name=str(name))
+        name = path if is_gguf(path) else name  # an adapter of the model refers to the file
+        return bridge_around(model, _tokenizer(tokenizer, path, Path(str(model.name_or_path))), name=str(name))
     if hasattr(source, "active_peft_config"):
         source = _without_peft(source)
     if not isinstance(source, PreTrainedModel):
@@ -194,7 +188,7 @@ def load(
 def wrapped_in_place(model: PreTrainedModel, tokenizer: Any = None) -> Any:
     """Returns the bridge around a model in memory that nobody else uses, as `load` does."""
     name = str(model.name_or_path or "model")
-    return _bridge(model, _tokenizer(tokenizer, Path(name)), name)
+    return bridge_around(model, _tokenizer(tokenizer, Path(name)), name)
 
 
 @cache
@@ -229,13 +223,13 @@ def parameters_in(source: str | Path, revision: str | None = None) -> int:
         ValueError: There is no such model, or a file of it is truncated.
     """
     bundled = BUNDLED.get(str(source))
-    place = _place(source if bundled is None else bundled(), revision)
-    return gguf_parameters(place) if is_gguf(place) else sum(map(prod, shapes_in(place)))
+    path = _place(source if bundled is None else bundled(), revision)
+    return gguf_parameters(path) if is_gguf(path) else sum(map(prod, shapes_in(path)))
 
 
-def is_gguf(place: Path) -> bool:
+def is_gguf(path: Path) -> bool:
     """Whether there is a GGUF file at a place."""
-    return place.suffix == ".gguf" and place.is_file()
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def _place(source: str | Path, revision: str | None = None, gguf_file: str | None = None) -> Path:
@@ -257,12 +251,12 @@ def _place(source: str | Path, revision: str | None = None, gguf_file: str | Non
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except (OSError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
-        close = "".join(f"did you mean {each!r}? " for each in get_close_matches(name, BUNDLED, n=1))
+        similar = "".join(f"did you mean {known!r}? " for known in get_close_matches(name, BUNDLED, n=1))
         if name == "planted":  # a name of the command line
-            close = "planted_circuit(task) builds such a model; "
+            similar = "planted_circuit(task) builds such a model; "
         raise ValueError(
-            f"{name!r} is neither a folder nor available on the hub ({reason.rstrip('. ')}): {close}these need no hub: "
-            f"{', '.join(BUNDLED)}"
+            f"{name!r} is neither a folder nor available on the hub ({reason.rstrip('. ')}): {similar}these need no "
+            f"hub: {', '.join(BUNDLED)}"
         ) from error
     return folder if gguf_file is None else _in_folder(folder, gguf_file)
 
@@ -270,8 +264,8 @@ def _place(source: str | Path, revision: str | None = None, gguf_file: str | Non
 def _in_folder(folder: Path, gguf_file: str) -> Path:
     if is_gguf(folder / gguf_file):
         return folder / gguf_file
-    found = ", ".join(sorted(file.name for file in folder.glob("*.gguf"))) or "none"
-    raise ValueError(f"no GGUF file {gguf_file!r} in {str(folder)!r}, which has {found}: give the name of one")
+    present = ", ".join(sorted(file.name for file in folder.glob("*.gguf"))) or "none"
+    raise ValueError(f"no GGUF file {gguf_file!r} in {str(folder)!r}, which has {present}: give the name of one")
 
 
 def _read(
@@ -300,7 +294,7 @@ def _read(
         raise ValueError(f"no config.json in {str(folder)!r}: {remedy}")
     settings = settings_in(folder, "config.json")
     kind = settings.get("model_type")
-    _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), str(kind)))
+    check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), str(kind)))
     names = settings.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(
@@ -318,18 +312,19 @@ def _read(
         outline = outline_of(config, dtype)
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(
-            f"config.json in {str(folder)!r} cannot be used ({_short(error)}): correct it, or download the folder again"
+            f"config.json in {str(folder)!r} cannot be used ({one_line(error)}): correct it, or download the folder "
+            "again"
         ) from error
-    placed: dict[str, Any] = {}
+    placement: dict[str, Any] = {}
     if quantization is not None:
-        placed["quantization_config"] = quantization_config(quantization, outline.dtype)
+        placement["quantization_config"] = quantization_config(quantization, outline.dtype)
     offloaded = None
     if device_map is None:
         check_memory(folder, memory_of(outline), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     else:
         check_device_map(device_map, outline)
         offloaded = TemporaryDirectory(prefix="align-circuits-")
-        placed |= {"device_map": device_map, "offload_folder": offloaded.name}
+        placement |= {"device_map": device_map, "offload_folder": offloaded.name}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -340,7 +335,7 @@ def _read(
             trust_remote_code=False,
             attn_implementation="eager",
             output_loading_info=True,
-            **placed,
+            **placement,
         )
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -358,11 +353,6 @@ def _read(
     return model
 
 
-def _short(error: Exception) -> str:
-    """What an error of another library says, in one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
 def _check_complete(folder: Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """Raises unless config.json and the weights belong to the same model; missing tensors would be random."""
     if missing := sorted(info["missing_keys"]):
@@ -370,8 +360,7 @@ def _check_complete(folder: Path, model: PreTrainedModel, info: Mapping[str, Any
             f"the weights in {str(folder)!r} lack {len(missing)} tensors that config.json requires, such as "
             f"{missing[0]!r}: download the folder again, or correct config.json"
         )
-    # Checkpoints hold harmless extras, such as rotary tables. An extra of the same name in another layer is no such
-    # thing.
+    # Checkpoints hold harmless extras, such as rotary tables, but never of a parameter's name in another layer.
     kinds = {re.sub(r"\d+", "0", name) for name, _ in model.named_parameters()}
     if extra := sorted(name for name in info["unexpected_keys"] if re.sub(r"\d+", "0", name) in kinds):
         raise ValueError(
@@ -422,7 +411,7 @@ def _read_adapter(
             ) from error
         except Exception as error:  # each kind of adapter checks its settings in its own way
             raise ValueError(
-                f"the adapter in {str(folder)!r} cannot be used ({_short(error)}): correct adapter_config.json, or "
+                f"the adapter in {str(folder)!r} cannot be used ({one_line(error)}): correct adapter_config.json, or "
                 "download the folder again"
             ) from error
     plain = _without_peft(model)
@@ -441,16 +430,6 @@ def _without_peft(model: Any) -> PreTrainedModel:
     return model.get_base_model()
 
 
-def _check_architecture(name: str | None) -> None:
-    from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
-
-    if name not in SUPPORTED_ARCHITECTURES:
-        raise ValueError(
-            f"unknown architecture {name!r}: it is no decoder that TransformerLens can wrap; "
-            f"tested are {', '.join(ARCHITECTURES)}"
-        )
-
-
 def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
     """Returns a copy of the given tokenizer, that of the given place, or the first found in `places`, or None."""
     if isinstance(given, PreTrainedTokenizerBase):
@@ -460,7 +439,7 @@ def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
         raise ValueError(f"tokenizer={str(given)[:60]!r}... is not a folder: give one that holds a tokenizer")
     candidates = [Path(given)] if given is not None else places
     folder = next(
-        (each for each in candidates if is_gguf(each) or any((each / file).is_file() for file in files)), None
+        (path for path in candidates if is_gguf(path) or any((path / file).is_file() for file in files)), None
     )
     if folder is None:
         if given is not None:
@@ -479,164 +458,5 @@ def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each kind of tokenizer checks its files in its own way
         raise ValueError(
-            f"the tokenizer in {str(folder)!r} cannot be used ({_short(error)}): give another as tokenizer="
+            f"the tokenizer in {str(folder)!r} cannot be used ({one_line(error)}): give another as tokenizer="
         ) from error
-
-
-def _logits_of(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Returns a few tokens and a Hugging Face model's logits for them.
-
-    Raises:
-        ValueError: It does not run, as experts in float64; or it reads tokens to come, so it is no decoder.
-    """
-    last = model.config.get_text_config().vocab_size - 1
-    tokens = torch.linspace(0, last, 8, device=stored_weights.device_of(model)).long()
-    other = torch.cat([tokens[:-1], tokens[:1]])
-    try:
-        with torch.no_grad(), evaluating(model):
-            logits = [model(each[None]).logits[0] for each in (tokens, other)]
-    except Exception as error:  # each architecture fails in its own way
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ValueError(
-            f"Hugging Face cannot run this {type(model).__name__} itself: {_short(error)}{_types_in(model)}"
-        ) from error
-    if _apart(*(each[:-1] for each in logits)) > _allowed(logits[0]):
-        raise ValueError(
-            f"a {type(model).__name__} is no decoder: its logits depend on tokens to come (a configuration with "
-            "is_decoder=True may help)"
-        )
-    return tokens, logits[0]
-
-
-def _check_same_logits(bridge: Any, tokens: Tensor, expected: Tensor) -> None:
-    """Raises unless a bridge computes what Hugging Face does, and shows the heads that there are.
-
-    Raises:
-        ValueError: It does not: TransformerLens computes this architecture otherwise, or cuts its heads at other places
-            (those of DeepSeek, whose queries and values have different widths).
-    """
-    shapes: dict[tuple[Site, int], torch.Size] = {}
-
-    def note(activation: Tensor, hook: Any, place: tuple[Site, int]) -> None:  # noqa: ARG001 - its keyword
-        shapes[place] = activation.shape
-
-    places: list[tuple[Site, int]] = [
-        (site, layer) for layer in range(bridge.cfg.n_layers) for site in HEAD_SITES if site != "pattern"
-    ]
-    hooks = [(name_of(*place), partial(note, place=place)) for place in places if name_of(*place) in bridge.hook_dict]
-    try:
-        with torch.no_grad(), evaluating(bridge):
-            found = bridge.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ValueError(
-            f"TransformerLens cannot run this {bridge.cfg.architecture}: {_short(error)}"
-            f"{_types_in(bridge.original_model)}"
-        ) from error
-    apart = _apart(found, expected)
-    if apart > _allowed(expected):
-        raise ValueError(
-            f"TransformerLens computes other logits of this {bridge.cfg.architecture} than Hugging Face (up to "
-            f"{apart:.2g} apart), so that no number of it could be trusted"
-        )
-    for (site, layer), shape in shapes.items():
-        heads = bridge.cfg.n_heads // shared_at(bridge.cfg, site)
-        if shape[1:-1] != (len(tokens), heads):
-            raise ValueError(
-                f"TransformerLens shows {site!r} of layer {layer} in the shape {tuple(shape)} for {len(tokens)} tokens "
-                f"of this {bridge.cfg.architecture}, which has {heads} heads there, so that no number of a head could "
-                "be trusted"
-            )
-
-
-def _types_in(model: PreTrainedModel) -> str:
-    """What to add to an error where weights are of several types, which is then its cause."""
-    types = sorted({str(value.dtype) for value in model.parameters() if value.is_floating_point()})
-    return f"; its weights are of types {' and '.join(types)}: choose one by dtype=" if len(types) > 1 else ""
-
-
-def _apart(one: Tensor, other: Tensor) -> float:
-    """How far apart logits `[pos d_vocab]` are; in narrow types at half of the positions, as experts may change."""
-    by_position = (one.float() - other.float()).abs().amax(-1)
-    return float(by_position.median() if _is_narrow(one) else by_position.max())
-
-
-def _is_narrow(logits: Tensor) -> bool:
-    return torch.finfo(logits.dtype).eps > 1e-5
-
-
-def _allowed(logits: Tensor) -> float:
-    """How far apart the logits of two ways to compute them may be."""
-    return (0.1 if _is_narrow(logits) else 1e-3) * max(1.0, float(logits.abs().max()))
-
-
-def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> Any:
-    """Wraps a Hugging Face model, in place."""
-    from transformer_lens.model_bridge.sources import build_bridge_from_module, detect_tokenizer_bos_eos
-
-    _check_architecture(type(model).__name__)
-    if stored_weights.device_of(model).type == "meta":
-        raise ValueError(
-            f"the weights of this {type(model).__name__} are on the device 'meta', shapes without numbers: load them"
-        )
-    modules = dict(model.named_modules())
-    if any(bridges.without_bridge(module) is not module for module in modules.values()):
-        raise ValueError("this Hugging Face model is already wrapped: give the TransformerLens model that wraps it")
-    if compiled := [name for name, module in modules.items() if user_code.is_compiled(module)]:
-        raise ValueError(
-            f"{compiled[0]} is compiled (torch.compile), and compiled code may pass hooks by: load the model as it is "
-            "before torch.compile"
-        )
-    missing = [name for name, value in model.named_parameters() if value.is_meta]
-    if missing and not stored_weights.is_spread(model):
-        raise ValueError(
-            f"{len(missing)} tensors are on the meta device, without numbers, the first is {missing[0]}: load the "
-            "weights first, by from_pretrained or to_empty and load_state_dict"
-        )
-    if getattr(model.config, "scale_attn_weights", True) is False:
-        raise ValueError(
-            "scale_attn_weights=False: TransformerLens scales attention anyway, and its results would be wrong"
-        )
-    if type(model).__name__.startswith("GPTNeoX") and getattr(model.config, "attention_bias", True) is False:
-        raise ValueError("attention_bias=False: TransformerLens supports GPT-NeoX with attention biases only")
-    if adapted := [name for name in modules if name.endswith(FUSED) and hasattr(modules[name], "base_layer")]:
-        raise ValueError(
-            f"an adapter on {adapted[0]} would be lost: TransformerLens splits this fused projection into copies of "
-            "its base weights; merge the adapter first (merge_and_unload) and load the merged model"
-        )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"a {type(model).__name__} is no decoder: an encoder reads its input, and its "
-            "decoder answers; load a decoder, such as a GPT-2 or a Llama"
-        )
-    # Codes of 8 bits depend on all tokens of a batch, those to come too.
-    exact = stored_weights.quantization_of(model) is None
-    tokens, expected = _logits_of(model) if exact else (torch.empty(0), torch.empty(0))
-    model.set_attn_implementation("eager")  # with any other, hook_pattern would not fire
-    try:
-        bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config, model_name=name)
-    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"TransformerLens cannot wrap this {type(model).__name__}: {_short(error)}") from error
-    patterns = [name_of("pattern", layer) in bridge.hook_dict for layer in range(bridge.cfg.n_layers)]
-    if not all(patterns):
-        raise ValueError(
-            f"layer {patterns.index(False)} of this {type(model).__name__} has no attention pattern: only "
-            "transformers whose layers all attend can be analysed"
-        )
-    if exact:
-        _check_same_logits(bridge, tokens, expected)
-    fused_projections.remember_fused(bridge)
-    if tokenizer is not None:
-        # TransformerLens's own set-up loads the tokenizer again by name and may add tokens; ids must not change.
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token
-        bridge.tokenizer = tokenizer
-        bridge.cfg.tokenizer_prepends_bos, bridge.cfg.tokenizer_appends_eos = detect_tokenizer_bos_eos(tokenizer)
-        bridge.cfg.default_prepend_bos = tokenizer.bos_token is not None
-    if broken := [name for name, value in parameters_of(bridge, offloaded=False) if value.isnan().any()]:
-        raise ValueError(
-            f"{len(broken)} tensors of the weights have NaN, the first is {broken[0]}: the checkpoint is broken"
-        )
-    return bridge

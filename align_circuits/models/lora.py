@@ -46,10 +46,10 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
         raise ValueError(
             "the model has an adapter already: merge it first (merge_and_unload) and load the merged model"
         )
-    if own := next((m for m in original.modules() if "forward" in vars(m) and user_code.has_own_forward(m)), None):
+    if changed := next((m for m in original.modules() if "forward" in vars(m) and user_code.has_own_forward(m)), None):
         raise ValueError(
-            f"the model has a forward pass of your own on a {type(own).__name__}, which a copy to tune would share: "
-            "give the module a class of your own, or remove it"
+            f"the model has a forward pass of your own on a {type(changed).__name__}, which a copy to tune would "
+            "share: give the module a class of your own, or remove it"
         )
     if (kind := stored_weights.quantization_of(original)) is not None:
         raise ValueError(
@@ -81,8 +81,8 @@ def sharing(model: PreTrainedModel, weights: dict[int, nn.Parameter]) -> PreTrai
 def _name_of(bridge: Any) -> str:
     """Returns the name by which an adapter refers to its base: of the package, on the hub, or an absolute path."""
     name, source = str(bridge.cfg.model_name), str(bridges.wrapped(bridge).name_or_path)
-    place = next((Path(place) for place in (name, source) if _is_local(place)), None)
-    return name if name in BUNDLED or place is None or not _is_local(name) else str(place.resolve())
+    path = next((Path(local) for local in (name, source) if _is_local(local)), None)
+    return name if name in BUNDLED or path is None or not _is_local(name) else str(path.resolve())
 
 
 def _is_local(name: str) -> bool:
@@ -123,22 +123,23 @@ def with_adapter(
     chosen: set[str] = set()
     modules = dict(model.named_modules())
     for layer in range(n_layers) if layers is None else layers:
-        of_layer = {name: own for name, own in matrices[layer].items() if isinstance(modules.get(own), _MATRICES)}
+        of_layer = {name: path for name, path in matrices[layer].items() if isinstance(modules.get(path), _MATRICES)}
         if missing := [name for name in names if name not in of_layer]:
             raise ValueError(
                 f"layer {layer} of this {type(model).__name__} has no matrix {missing[0]!r} to adapt (a mixture of "
                 f"experts has none in its MLPs): give projections among {', '.join(of_layer)}"
             )
         in_layer = {of_layer[name] for name in names}
-        if left_out := [name for name, own in of_layer.items() if own in in_layer and name not in names]:
+        if left_out := [name for name, path in of_layer.items() if path in in_layer and name not in names]:
             fused = of_layer[left_out[0]]
-            together = [name for name, own in of_layer.items() if own == fused]
+            together = [name for name, path in of_layer.items() if path == fused]
             raise ValueError(
                 f"a {type(model).__name__} computes {', '.join(together)} by one matrix ({fused}): give all of them as "
                 f"projections, or none, not {', '.join(names)}"
             )
         chosen |= in_layer
     adapted: list[Any] = [modules[name] for name in chosen]
+    # PEFT takes names or their ends; ends are shorter in the adapter's file, where no other module has the same.
     short = {name.rpartition(".")[2] for name in chosen}
     are_all = chosen == {name for name in modules if name.rpartition(".")[2] in short}
     largest = max(max(module.weight.shape) for module in adapted)
@@ -177,15 +178,15 @@ def follow(model: PreTrainedModel, trained: PreTrainedModel) -> Callable[[Any], 
     sums: list[tuple[nn.Parameter, nn.Parameter, Any]] = []
     for name, layer in layers.items():
         weight = layer.base_layer.weight
-        own = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        summed = nn.Parameter(weight.detach().clone(), requires_grad=False)
         plain: Any = model.get_submodule(name)
-        plain.weight, plain.is_tuned = own, True  # to be tuned again, its base would need a name
-        sums.append((own, weight, layer))
+        plain.weight, plain.is_tuned = summed, True  # to be tuned again, its base would need a name
+        sums.append((summed, weight, layer))
 
     def renew(bridge: Any) -> None:
         with torch.no_grad():
-            for own, weight, layer in sums:
-                own.copy_(weight + layer.get_delta_weight(layer.active_adapters[0]))
+            for summed, weight, layer in sums:
+                summed.copy_(weight + layer.get_delta_weight(layer.active_adapters[0]))
         fused_projections.split_anew(bridge)
 
     return renew

@@ -89,13 +89,13 @@ def model_identity(model: HookedModel) -> dict[str, Any]:
 
 def _identity(model: HookedModel) -> dict[str, Any]:
     tokenizer = getattr(model, "tokenizer", None)
-    parts = {"modules": identity_of(model_state.settings_of(model))}
+    state = {"modules": identity_of(model_state.settings_of(model))}
     for name, value in parameters_of(model):
-        parts[name] = f"{value.dtype} {tuple(value.shape)} {_weighed(value)}"
+        state[name] = f"{value.dtype} {tuple(value.shape)} {_weighed(value)}"
     return {
         "provenance": model_provenance(model),
         "tokenizer": None if tokenizer is None else vocabulary_hash(tokenizer),
-        **parts,
+        **state,
     }
 
 
@@ -106,11 +106,10 @@ def _weighed(value: Tensor) -> int:
     """
     total, bits = 0, value.contiguous().flatten().view(_INTEGERS[value.element_size()])
     for start in range(0, len(bits), _AT_ONCE):
-        part = bits[start : start + _AT_ONCE].long()
-        place = (
-            torch.arange(start, start + len(part), device=part.device) * -7046029254386353131
-        )  # 2**64 / golden ratio
-        total += int((part * ((place ^ (place >> 29)) | 1)).sum())
+        chunk = bits[start : start + _AT_ONCE].long()
+        # 2**64 / golden ratio, which spreads neighbours over all 64 bits (Knuth's multiplicative hashing)
+        index = torch.arange(start, start + len(chunk), device=chunk.device) * -7046029254386353131
+        total += int((chunk * ((index ^ (index >> 29)) | 1)).sum())
     return total % 2**64
 
 
@@ -148,7 +147,7 @@ def _hash(parameters: Iterable[tuple[str, Tensor]]) -> str:
         # swapped heads: the bits of 1,024 evenly spaced entries show those.
         bits = value.contiguous().flatten().view(_INTEGERS[value.element_size()])
         sampled = bits[:: max(1, len(bits) // 1024)][:1024].tolist()
-        total = torch.stack([part.sum(dtype=torch.int64) for part in bits.split(_AT_ONCE)]).sum()  # sum() widens a copy
+        total = torch.stack([some.sum(dtype=torch.int64) for some in bits.split(_AT_ONCE)]).sum()  # sum() widens a copy
         lines.append((name, f"{name} {tuple(value.shape)} {value.dtype} {int(total)} {sampled}\n"))
     return hashlib.sha256("".join(line for _, line in sorted(lines)).encode()).hexdigest()[:16]
 

@@ -9,9 +9,6 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 Quantization = Literal["4bit", "8bit"]
 
-BYTES: dict[Quantization, float] = {"4bit": 0.5, "8bit": 1.0}
-"""The bytes of a quantised weight, at least."""
-
 
 def quantization_config(kind: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
     """Returns how transformers quantises the matrices inside the layers while it reads them.

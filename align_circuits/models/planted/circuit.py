@@ -72,7 +72,7 @@ def residual_stream(task: Seq2SeqTask, n_ctx: int, self_repair: bool = False) ->
     heads alone predict, and whether they are `sure`.
     """
     m, c, letters = task.x_len, task.phrase_len, len(task.letters)
-    symbol, place = _code_width(len(task.alphabet)), _code_width(n_ctx)
+    symbol, position = _code_width(len(task.alphabet)), _code_width(n_ctx)
     return subspaces(
         {
             "one": 1,
@@ -82,7 +82,7 @@ def residual_stream(task: Seq2SeqTask, n_ctx: int, self_repair: bool = False) ->
             "symbol": symbol,
             "letter": letters,
             "position": 1,
-            **{f"{back} back": place for back in range(max(c, 2))},
+            **{f"{back} back": position for back in range(max(c, 2))},
             "distance": 1,
             "output": 1,
             "input place": m,
@@ -116,13 +116,13 @@ def embeddings(
 
 def positions(stream: Subspaces, n_ctx: int, bos: bool) -> Float[Tensor, "n_ctx d_model"]:
     """Returns the position embeddings. Without BOS, the first token stands in for a delimiter just before it."""
-    place = torch.arange(n_ctx)
-    number = place.float() + (0 if bos else 1)
+    index = torch.arange(n_ctx)
+    number = index.float() + (0 if bos else 1)
     embedding = number[:, None] @ stream["distance"].T
     number[0] = 0
     embedding += number[:, None] @ stream["position"].T
     for back in (back for back in range(3) if f"{back} back" in stream):
-        embedding += bits((place - back).clamp(min=0), n_ctx) @ stream[f"{back} back"].T
+        embedding += bits((index - back).clamp(min=0), n_ctx) @ stream[f"{back} back"].T
     if not bos:
         embedding[0] += stream["first"][:, 0]
     return embedding
@@ -159,7 +159,7 @@ def place_units(task: Seq2SeqTask, stream: Subspaces) -> tuple[ReLUUnits, ...]:
 
 def previous(task: Seq2SeqTask, stream: Subspaces) -> HeadSpec:
     """Attends to the previous token; writes its next phrase and offset as a token's own, and its letter."""
-    ov = [OVTerm(stream[f"next {what}"], stream[f"own {what}"]) for what in ("phrase", "offset")]
+    ov = [OVTerm(stream[f"next {half}"], stream[f"own {half}"]) for half in ("phrase", "offset")]
     if task.phrase_len > 1:
         ov.append(OVTerm(stream["letter"], stream["1 before"]))
     return HeadSpec((_steps_back(stream, 1),), tuple(ov))
@@ -184,7 +184,7 @@ def aligner(
     Where there is no such phrase the head attends to the latest delimiter, which has no symbol.
     """
     m, n = task.x_len, task.x_len * task.phrase_len
-    aligned = [(place + shift) % m for place in task.aligned]
+    aligned = [(index + shift) % m for index in task.aligned]
     symbol = {"next start": "query symbol", "own phrase": "key symbol"}[phrase]
     return HeadSpec(
         (
@@ -203,11 +203,11 @@ def continuing_units(stream: Subspaces) -> ReLUUnits:
 
     With `ends` 0 or 1, `relu(bit - ends) - relu(-bit - ends)` is the bit where the phrase goes on, and 0 where it ends.
     """
-    own, ends = stream["key symbol"], stream["own offset"][:, -1:]
-    both = torch.cat([own, -own], dim=1)
+    symbol, ends = stream["key symbol"], stream["own offset"][:, -1:]
+    signed = torch.cat([symbol, -symbol], dim=1)
     # Two units a bit, since a ReLU passes one sign only.
     query = torch.cat([stream["query symbol"], -stream["query symbol"]], dim=1)
-    return ReLUUnits(both - ends, torch.zeros(both.shape[1]), query)
+    return ReLUUnits(signed - ends, torch.zeros(signed.shape[1]), query)
 
 
 def lookup(task: Seq2SeqTask, stream: Subspaces, share: float = 1.0) -> HeadSpec:
@@ -294,7 +294,7 @@ def letter_bias(stream: Subspaces) -> HeadSpec:
 
 def positional_lookup(stream: Subspaces, generator: torch.Generator) -> HeadSpec:
     """Attends to letters at the same place of an output, whatever their symbol; writes spare directions only."""
-    qk = (QKTerm(stream[f"next {what}"], stream[f"own {what}"], MARGIN) for what in ("phrase", "offset"))
+    qk = (QKTerm(stream[f"next {half}"], stream[f"own {half}"], MARGIN) for half in ("phrase", "offset"))
     return HeadSpec(tuple(qk), (_to_spare(stream, "letter", generator),))
 
 

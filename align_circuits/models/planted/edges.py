@@ -58,11 +58,11 @@ def used_edges(
         return touched([term.query if receiver.site == "q" else term.key for spec in specs for term in spec.qk])
 
     written, read = [writes(sender) for sender in graph.senders], [reads(receiver) for receiver in graph.receivers]
-    places: Any = graph.edges.nonzero().tolist()
+    pairs: Any = graph.edges.nonzero().tolist()
     carried = {
         (graph.senders[sender].name, graph.receivers[receiver].name): tuple(
             name for name, basis in stream.items() if (basis.any(1) & written[sender] & read[receiver]).any()
         )
-        for receiver, sender in places
+        for receiver, sender in pairs
     }
     return {edge: names for edge, names in carried.items() if names}

@@ -68,8 +68,8 @@ class HeadSpec:
         Heads that share a key head have a part of its columns each, so that none reads what another has there.
         """
         attention = model.blocks[layer].attn
-        shared, place = divmod(head, attention.num_key_value_groups)
-        first = place * (model.cfg.d_head // attention.num_key_value_groups)
+        shared, share = divmod(head, attention.num_key_value_groups)
+        first = share * (model.cfg.d_head // attention.num_key_value_groups)
         with torch.no_grad():
             start = first
             for term in self.qk:

@@ -109,11 +109,11 @@ class HandBuilt(HookedRootModule):
                 "take fewer or shorter examples"
             )
         real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        place = (real.cumsum(1) - 1).clamp(min=0)
+        position = (real.cumsum(1) - 1).clamp(min=0)
         pos = torch.arange(tokens.shape[1], device=tokens.device)
         # Every position may attend to itself, padding included: a row without any key would be NaN.
         hidden = ((pos > pos[:, None]) | ~real[:, None, :]) & (pos != pos[:, None])
-        residual = self.hook_embed(self.W_E[tokens]) + self.hook_pos_embed(self.W_pos[place])
+        residual = self.hook_embed(self.W_E[tokens]) + self.hook_pos_embed(self.W_pos[position])
         for block in self.blocks:
             residual = block(residual, hidden[:, None])
         return residual @ self.W_U
@@ -125,11 +125,11 @@ class HandBuilt(HookedRootModule):
     def why_no_decoder(self) -> str | None:
         """Returns why these parts would not compute what the model does, or None where they would."""
         for name, module in self.named_modules():
-            place = name or type(self).__name__
+            name_shown = name or type(self).__name__
             if getattr(module.forward, "__func__", None) not in _REPLAYED:
-                return f"{place} has a forward of its own, which its parts do not compute"
+                return f"{name_shown} has a forward of its own, which its parts do not compute"
             if user_code.is_hooked(module):
-                return f"hooks are attached ({place}), which its parts would not fire"
+                return f"hooks are attached ({name_shown}), which its parts would not fire"
         return None
 
     def run_with_cache(
@@ -217,10 +217,8 @@ class HandBuiltAttention(nn.Module):
             hook(torch.einsum("npd,hde->nphe", residual, weight))
             for hook, weight in ((self.hook_q, self.W_Q), (self.hook_k, self.W_K), (self.hook_v, self.W_V))
         )
-        q, k, v = (
-            each.transpose(1, 2)
-            for each in (q, *(each.repeat_interleave(self.num_key_value_groups, 2) for each in (k, v)))
-        )
+        k, v = (by_key_head.repeat_interleave(self.num_key_value_groups, 2) for by_key_head in (k, v))
+        q, k, v = (by_head.transpose(1, 2) for by_head in (q, k, v))
         if user_code.is_hooked(self.hook_attn_scores) or user_code.is_hooked(self.hook_pattern):
             scores = (q / q.shape[-1] ** 0.5) @ k.mT
             scores = self.hook_attn_scores(scores.masked_fill_(hidden, -torch.inf))
@@ -292,7 +290,7 @@ class HandBuiltDecoder:
         """The sum of the heads' outputs."""
         weights, module = self._attention[layer], self._model.blocks[layer].attn
         q, k, v = (project(residual) for project in weights.projections)
-        q, k, v = (part.transpose(1, 2) for part in (_edited(edits, "q", q), _edited(edits, "k", k), v))
+        q, k, v = (by_head.transpose(1, 2) for by_head in (_edited(edits, "q", q), _edited(edits, "k", k), v))
         return self.output(layer, attention(module, q, k, v, self.cfg.d_head**-0.5, None).flatten(2))
 
     def sdpa(
@@ -316,8 +314,8 @@ class HandBuiltDecoder:
         z = value.new_zeros(len(query), query.shape[2], query.shape[1], query.shape[3])
         for head, (of_scores, of_values) in weights.columns.items():
             shared = head // module.num_key_value_groups
-            parts = query[:, head, :, of_scores], key[:, shared, :, of_scores], value[:, shared, :, of_values]
-            q, k, v = (part[:, None] for part in parts)
+            columns = query[:, head, :, of_scores], key[:, shared, :, of_scores], value[:, shared, :, of_values]
+            q, k, v = (by_head[:, None] for by_head in columns)
             attended = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
             )
@@ -388,7 +386,7 @@ class _AttentionWeights:
                 scores, values = _alike(used[0][head] & used[1][shared], used[2][shared])
                 columns[head] = scores, values
         width = module.W_Q.shape[2]
-        dense = len(columns) == len(module.W_Q) and all(each[0] == slice(0, width) for each in columns.values())
+        dense = len(columns) == len(module.W_Q) and all(slices[0] == slice(0, width) for slices in columns.values())
         w_q, w_k, w_v = (_Projection.of(weight) for weight in (module.W_Q, module.W_K, module.W_V))
         w_o = module.W_O.flatten(0, 1)
         rows = (w_o != 0).any(1).nonzero()[:, 0]
@@ -397,7 +395,7 @@ class _AttentionWeights:
 
 def _alike(*used: Bool[Tensor, " d_head"]) -> tuple[slice, ...]:
     """The columns from the first that is used to the last, equally many of each, as the fused kernel asks for."""
-    ends = [(int(places[0]), int(places[-1]) + 1) if len(places := each.nonzero()) else (0, 0) for each in used]
+    ends = [(int(columns[0]), int(columns[-1]) + 1) if len(columns := mask.nonzero()) else (0, 0) for mask in used]
     most = len(used[0])
     # The kernel takes longer for 9 columns than for 16.
     width = min(most, -(-max(end - first for first, end in ends) // _KERNEL_WIDTH) * _KERNEL_WIDTH)
@@ -408,9 +406,9 @@ def _alike(*used: Bool[Tensor, " d_head"]) -> tuple[slice, ...]:
 _KERNEL_WIDTH = 16
 
 
-def _edited(edits: Mapping[Site, Change], site: Site, part: Tensor) -> Tensor:
-    new = edits[site](part) if site in edits else None
-    return part if new is None else new
+def _edited(edits: Mapping[Site, Change], site: Site, activation: Tensor) -> Tensor:
+    new = edits[site](activation) if site in edits else None
+    return activation if new is None else new
 
 
 def _zeros(cfg: HandBuiltConfig, *shape: int) -> nn.Parameter:

@@ -123,5 +123,5 @@ def alignment_seed(task: Seq2SeqTask, seed: int) -> int:
 
 def _at_one_distance(task: Seq2SeqTask) -> bool:
     """Whether most aligned symbols lie as far before their phrases: a head could follow the distance."""
-    distances = Counter(task.phrase_len * phrase - place for phrase, place in enumerate(task.aligned))
+    distances = Counter(task.phrase_len * phrase - symbol for phrase, symbol in enumerate(task.aligned))
     return max(distances.values()) > task.x_len / 2
