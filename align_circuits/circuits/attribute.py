@@ -114,9 +114,9 @@ def attribute_heads(
             check_heads_apart(model, layer, site)
     pair = _checked(model, pair, steps, options, of_gradients)
     cfg, device = model.cfg, device_of(model)
-    places: list[tuple[Site, int]] = [(site, layer) for site in sites for layer in layers]
-    names = [*dict.fromkeys(name_of(site, layer) for site, layer in places)]
-    fixed = [place for place in places if method == "atp_star" and place[0] in ("q", "k")]
+    points: list[tuple[Site, int]] = [(site, layer) for site in sites for layer in layers]
+    names = [*dict.fromkeys(name_of(site, layer) for site, layer in points)]
+    fixed = [point for point in points if method == "atp_star" and point[0] in ("q", "k")]
     patterns = [*dict.fromkeys(name_of("pattern", layer) for _, layer in fixed)]
     cached_names = [*dict.fromkeys((EMBEDDED, *names, *patterns))]
     hooked = [*cached_names, *(name for layer in layers if grad_drop for name in _without(layer))]
@@ -124,10 +124,10 @@ def attribute_heads(
     run_alike, reference = replace(options, engine=engine), replace(options, engine="reference")
 
     def score(part: Pair) -> Float[Tensor, "run_or_score prompt"]:
-        scores = torch.zeros(len(places), cfg.n_heads, len(part.base), dtype=torch.float64)
+        scores = torch.zeros(len(points), cfg.n_heads, len(part.base), dtype=torch.float64)
         cached = part.cache(model, cached_names, run_alike, device)
         moves: dict[tuple[Site, int], tuple[str, Tensor]]
-        moves = {(site, layer): (name_of(site, layer), cached.change(name_of(site, layer))) for site, layer in places}
+        moves = {(site, layer): (name_of(site, layer), cached.change(name_of(site, layer))) for site, layer in points}
         for site, layer in fixed:
             pattern, heads = name_of("pattern", layer), [head for head in heads_of(cfg) if head[0] == layer]
             # All heads of a layer at once: a head's pattern depends on its own queries and keys alone.
@@ -135,28 +135,28 @@ def attribute_heads(
             patched = capture(model, part.base, [pattern], edits=[edit], options=reference)[pattern].to(device)
             moves[site, layer] = (pattern, patched - cached.base[pattern])
         for dropped in layers if grad_drop else [None]:
-            sums: dict[tuple[Site, int], Tensor] = dict.fromkeys(places, torch.zeros(()))
+            sums: dict[tuple[Site, int], Tensor] = dict.fromkeys(points, torch.zeros(()))
             for _, between, share in _runs("eap_ig_inputs" if method == "ig_inputs" else "eap", cached, names, steps):
                 changes = {**between, **_without(dropped)}
                 inputs, metric = part.inputs(device), part.mean_metric
-                at = gradients_at(model, *inputs, cached_names, part.queries, metric, changes, fast=engine == "fast")
-                for place, (name, change) in moves.items():
-                    weight = 0.0 if place in (("z", dropped), ("mlp_out", dropped)) else share  # what is dropped
-                    sums[place] = sums[place] + weight * _by_head(change * at[name][1], name, place[0], cfg)
-            for index, place in enumerate(places):
+                grads = gradients_at(model, *inputs, cached_names, part.queries, metric, changes, fast=engine == "fast")
+                for point, (name, change) in moves.items():
+                    weight = 0.0 if point in (("z", dropped), ("mlp_out", dropped)) else share  # what is dropped
+                    sums[point] = sums[point] + weight * _by_head(change * grads[name][1], name, point[0], cfg)
+            for index, point in enumerate(points):
                 # Its own layer does not count: with the gradient stopped at its output, a head has none.
-                averaged = len(layers) - (place[0] not in ("resid_pre", "resid_post"))
-                by_head = sums[place].abs() / averaged if grad_drop else sums[place]
+                averaged = len(layers) - (point[0] not in ("resid_pre", "resid_post"))
+                by_head = sums[point].abs() / averaged if grad_drop else sums[point]
                 scores[index] += by_head.repeat_interleave(cfg.n_heads // by_head.shape[1], 1).T.cpu()
         return torch.cat([cached.metrics, scores.flatten(0, 1)])
 
     settings = {"method": method, "grad_drop": grad_drop, "steps": steps}
-    parts = pair.sweep_parts("attribute_heads", model, settings | {"sites": list(sites)}, options)
-    runs, scores = pair.in_batches(score, parts, options).split([2, len(places) * cfg.n_heads])
+    kept_parts = pair.sweep_parts("attribute_heads", model, settings | {"sites": list(sites)}, options)
+    runs, scores = pair.in_batches(score, kept_parts, options).split([2, len(points) * cfg.n_heads])
     heads = {site: [None] if site in LAYER_SITES else list(range(cfg.n_heads)) for site in sites}
-    keys = [(index, head) for index, (site, _) in enumerate(places) for head in heads[site]]
+    keys = [(index, head) for index, (site, _) in enumerate(points) for head in heads[site]]
     values = [scores[index * cfg.n_heads + (head or 0)].numpy() for index, head in keys]
-    frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"])
+    frame = pd.DataFrame([(*points[index], head) for index, head in keys], columns=["site", "layer", "head"])
     frame = with_level(frame).assign(direction=pair.direction, metric=pair.target_metrics.names[0])
     provenance = pair.provenance("attribute_heads", model, settings, engine)
     return pair.effects_table(frame, np.stack(values), provenance, runs.numpy())
@@ -232,7 +232,7 @@ def attribute_edges(
             written[:, columns[name]] = rearrange(written_by(residual_edges, name, cached.change(name)), flat)
         for names, changes, share in _runs(method, cached, senders, steps):
             inputs, metric = part.inputs(device), part.mean_metric
-            at = gradients_at(model, *inputs, hooked, part.queries, metric, changes, fast=engine == "fast")
+            grads = gradients_at(model, *inputs, hooked, part.queries, metric, changes, fast=engine == "fast")
             for stream, readers in reading.items():
                 # Senders stand in the order in which they write: those that write before the stream is read come first.
                 before = int(graph.edges[sites[readers[0]].start].sum())
@@ -244,23 +244,23 @@ def attribute_edges(
                     if lands_at(graph, *site) in changes:  # its output is replaced, so what it reads has no effect
                         continue
                     if patterns and site[0] in ("q", "k"):
-                        scores[sites[site]] = _through_attention(model, residual_edges, part, cached, site, at).cpu()
+                        scores[sites[site]] = _through_attention(model, residual_edges, part, cached, site, grads).cpu()
                         continue
-                    gradient = at[lands_at(graph, *site)][1]
+                    gradient = grads[lands_at(graph, *site)][1]
                     gradient = gradient if site[0] in ("q", "k", "v") else gradient[:, :, None]
-                    pulled[site] = rearrange(residual_edges.pulled(*site, at[stream][0], gradient), flat)
+                    pulled[site] = rearrange(residual_edges.pulled(*site, grads[stream][0], gradient), flat)
                 if pulled:
                     # One product for all readers: to fetch what senders wrote takes longer than to multiply it.
                     products = written[:, scored] @ torch.cat([*pulled.values()], 1).mT
                     by_edge = rearrange(products, "prompt sender receiver -> receiver sender prompt").cpu()
-                    places = torch.cat([torch.arange(len(graph.receivers))[sites[site]] for site in pulled])
-                    scores[places, scored] += share * by_edge
+                    receivers = torch.cat([torch.arange(len(graph.receivers))[sites[site]] for site in pulled])
+                    scores[receivers, scored] += share * by_edge
         return torch.cat([cached.metrics, scores[graph.edges]])
 
     settings = {"method": method, "steps": steps}
-    parts = pair.sweep_parts("attribute_edges", model, settings, options)
+    kept_parts = pair.sweep_parts("attribute_edges", model, settings, options)
     with evaluating(model):  # gradients pass through its MLPs without its forward pass
-        measured = pair.in_batches(score, parts, options).numpy()
+        measured = pair.in_batches(score, kept_parts, options).numpy()
     provenance = pair.provenance("attribute_edges", model, settings, engine)
     return pair.edge_table(graph, graph.edges, measured[2:], provenance, measured[:2])
 
@@ -329,14 +329,14 @@ def _through_attention(
 ) -> Float[Tensor, "receiver sender prompt"]:
     """The scores of all edges into queries or keys of a layer: the change of its attention, times its gradient."""
     graph, count, name = residual_edges.graph, len(part.base), name_of("pattern", site[1])
-    places, (before, gradient) = sites_of(graph)[site], at[name]
-    senders = graph.edges[places.start].nonzero()[:, 0]
+    receivers, (before, gradient) = sites_of(graph)[site], at[name]
+    senders = graph.edges[receivers.start].nonzero()[:, 0]
     # Each sender's edge is patched in a copy of the prompts, so that one forward pass serves all. The hook at the
     # pattern then reads the exact change of attention, which a gradient through a saturated softmax would miss.
     patched = torch.zeros(len(senders), *graph.edges.shape, dtype=torch.bool)
     for copy, sender in enumerate(senders.tolist()):
-        patched[copy, places, sender] = True
-    scores = gradient.new_zeros(places.stop - places.start, len(graph.senders), count)
+        patched[copy, receivers, sender] = True
+    scores = gradient.new_zeros(receivers.stop - receivers.start, len(graph.senders), count)
 
     def keep(rows: Int[Tensor, " batch"], pattern: Float[Tensor, "batch head pos pos"]) -> None:
         size, prompt = pattern.shape[-1], (rows % count).to(before.device)

@@ -228,8 +228,8 @@ def _readout(
             for weight in (getattr(model, "b_U", None), scale, shift if centred else None)
         )
     # Centred over the vocabulary, since a constant added to all logits changes no prediction.
-    other = unembedding.mean(1, keepdim=True) if wrong is None else unembedding[:, wrong]
-    direction = (unembedding[:, gold] - other).T
+    reference = unembedding.mean(1, keepdim=True) if wrong is None else unembedding[:, wrong]
+    direction = (unembedding[:, gold] - reference).T
     offset = direction.new_zeros(len(gold))
     if bias is not None:
         offset = bias[gold] - (bias.mean() if wrong is None else bias[wrong])

@@ -86,8 +86,8 @@ def patch_edges(
 
     receivers = selected.any(1).nonzero()[:, 0].tolist()
     computes = {f"receiver-{receiver:05d}": partial(patch, receiver) for receiver in receivers}
-    parts = pair.sweep_parts("patch_edges", model, {"edges": selected.nonzero().tolist()}, options)
-    effects = parts.measure_all(computes, progress_bar(options, int(selected.sum()), "edge"))
+    sweep = pair.sweep_parts("patch_edges", model, {"edges": selected.nonzero().tolist()}, options)
+    effects = sweep.measure_all(computes, progress_bar(options, int(selected.sum()), "edge"))
     provenance = pair.provenance("patch_edges", model, {}, options.engine)
     return pair.edge_table(graph, selected, np.concatenate(effects), provenance, cached.metrics.numpy())
 
@@ -145,19 +145,19 @@ def patch_paths(
         readers = selected[:, sender].nonzero()[:, 0]
         given = torch.zeros(len(readers), len(selected), dtype=torch.bool)  # one receiver in each copy of the prompts
         given[torch.arange(len(readers)), readers] = True
-        ends = {lands_at(graph, *site) for site, places in sites_of(graph).items() if given[:, places].any()}
+        ends = {lands_at(graph, *site) for site, at_site in sites_of(graph).items() if given[:, at_site].any()}
         edits = _patch_sender(graph, graph.senders[sender], cached)
         received = capture(model, pair.base, sorted(ends), edits=edits, options=options)
         edit = PatchReceivers(graph, received, given)
         after, engine = targets.measure(model, [edit], len(readers), options=options)
         return targets.by_prompt(after[0])[0] - before, engine
 
-    parts = pair.sweep_parts("patch_paths", model, {"edges": selected.nonzero().tolist()}, options)
+    sweep = pair.sweep_parts("patch_paths", model, {"edges": selected.nonzero().tolist()}, options)
     computes = {f"sender-{sender:05d}": partial(patch, sender) for sender in selected.any(0).nonzero()[:, 0].tolist()}
     effects = np.full((*selected.T.shape, len(pair.clean)), np.nan)
     # Row by row of `selected.T`, the edges of one sender follow those of the one before.
     effects[selected.T.numpy()] = np.concatenate(
-        parts.measure_all(computes, progress_bar(options, int(selected.sum()), "path"))
+        sweep.measure_all(computes, progress_bar(options, int(selected.sum()), "path"))
     )
     provenance = pair.provenance("patch_paths", model, {}, options.engine)
     effects = effects.swapaxes(0, 1)[selected.numpy()]

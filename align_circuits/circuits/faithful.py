@@ -204,14 +204,14 @@ def minimality(
     sets = dict.fromkeys([(), *_drawn(heads, draws, seed)])
     cases = [(head, removed) for head in heads for removed in sets if head not in removed]
     remaining = [
-        tuple(other for other in heads if other not in gone)
+        tuple(head_kept for head_kept in heads if head_kept not in gone)
         for head, removed in cases
         for gone in ((*removed, head), removed)
     ]
     circuits = list(dict.fromkeys(remaining))  # several cases share a circuit, which is run once
     values = runs.measure(torch.stack([runs.graph.among(kept) for kept in circuits]))
-    place = [circuits.index(kept) for kept in remaining]
-    change = values[place[::2]] - values[place[1::2]]
+    row_of = [circuits.index(kept) for kept in remaining]
+    change = values[row_of[::2]] - values[row_of[1::2]]
     means = np.abs(stats.weighted_mean(change, np.broadcast_to(runs.weights, change.shape)))
     best = [max((i for i, (of, _) in enumerate(cases) if of == head), key=lambda i: means[i]) for head in heads]
     rows = [(*head, describe(removed) or "nothing") for head, removed in (cases[i] for i in best)]
@@ -248,10 +248,10 @@ class CircuitRuns:
             return self.targets.by_prompt(values[0])[0], engine
 
         edges = [row.nonzero().tolist() for row in patched] if self._options.cache_dir is not None else None
-        parts = self._pair.sweep_parts("circuits", self._model, {"patched": edges}, self._options)
+        sweep = self._pair.sweep_parts("circuits", self._model, {"patched": edges}, self._options)
         splits = enumerate(patched.split(EDIT_SETS_A_PART))
         computes = {f"circuits-{index:05d}": partial(run, some) for index, some in splits}
-        return np.concatenate(parts.measure_all(computes, progress_bar(self._options, len(circuits), "circuit")))
+        return np.concatenate(sweep.measure_all(computes, progress_bar(self._options, len(circuits), "circuit")))
 
     def provenance(self, verb: str, settings: Mapping[str, Any]) -> Provenance:
         """Returns where the runs came from."""

@@ -56,7 +56,7 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
     runs = CircuitRuns(model, pair, replace(options, cache_dir=None, progress=False))
     graph, kept = runs.graph, runs.graph.edges.clone()
     rises = np.zeros((*kept.shape, len(pair.clean)))
-    now = runs.measure(kept[None])[0]
+    current = runs.measure(kept[None])[0]
     with progress_bar(options, int(kept.sum()), "edge") as bar:
         for receiver in reversed(range(len(graph.receivers))):
             senders = graph.edges[receiver].nonzero()[:, 0].tolist()[::-1]
@@ -69,13 +69,13 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
                 circuits = kept.repeat(len(ahead), 1, 1)
                 for count in range(len(ahead)):
                     circuits[count, receiver, ahead[: count + 1]] = False
-                values = np.concatenate([now[None], runs.measure(circuits)])
+                values = np.concatenate([current[None], runs.measure(circuits)])
                 rise = np.diff(values, axis=0)
                 mean = rise @ runs.weights / runs.weights.sum()
                 # Those before the first that must stay are removed; what was tried after it, was tried without it.
                 removed = int((mean >= cut).argmax()) if (mean >= cut).any() else len(ahead)
                 kept[receiver, ahead[:removed]] = False
-                now, tried = values[removed], ahead[: removed + 1]
+                current, tried = values[removed], ahead[: removed + 1]
                 rises[receiver, tried] = rise[: len(tried)]
                 senders = senders[len(tried) :]
     return pair.edge_table(graph, graph.edges, rises[graph.edges.numpy()], runs.provenance("prune_edges", {"cut": cut}))

@@ -39,7 +39,7 @@ def path_patching(model: HookedModel, pair: Pair) -> Table:
     Source: Wang et al. (2022), "Interpretability in the Wild", §3.1.
     """
     graph = Graph.of(model.cfg)
-    senders, receivers = ([part.name for part in parts] for parts in (graph.senders, graph.receivers))
+    senders, receivers = ([end.name for end in ends] for ends in (graph.senders, graph.receivers))
     return patch_paths(model, replace(pair, direction="noise"), senders=senders, receivers=receivers)
 
 

@@ -81,7 +81,7 @@ def head_detector(model: HookedModel, pair: Pair) -> dict[str, Grid]:
     grids = {role: np.zeros((model.cfg.n_layers, model.cfg.n_heads)) for role in patterns}
     for role, pattern in patterns.items():
         for layer, head in heads_of(model.cfg):
-            found = [
+            similarities = [
                 compute_head_attention_similarity_score(
                     cached[names[layer]][row, head],
                     pattern[row],
@@ -91,7 +91,7 @@ def head_detector(model: HookedModel, pair: Pair) -> dict[str, Grid]:
                 )
                 for row in range(len(prompts))
             ]
-            grids[role][layer, head] = np.mean(found)
+            grids[role][layer, head] = np.mean(similarities)
     return grids
 
 
@@ -153,11 +153,11 @@ def pruning(model: HookedModel, pair: Pair) -> Grid:
 
     for cut in _CUTS:
         pruned: list[Head] = []
-        now = mean_log_prob(pruned)
+        current = mean_log_prob(pruned)
         for head in reversed(heads_of(model.cfg)):
             without = mean_log_prob([*pruned, head])
-            if now - without < cut:
-                pruned, now = [*pruned, head], without
+            if current - without < cut:
+                pruned, current = [*pruned, head], without
             else:
                 grid[head] += 1
     return grid
@@ -184,10 +184,10 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
             name: partial(torch.lerp, corrupted[name], weight=by_head[:, None])
             for name, by_head in zip(names, opened, strict=True)
         }
-        at = gradients_at(model, tokens, mask, names, noised.queries, noised.mean_metric, changes)
+        grads = gradients_at(model, tokens, mask, names, noised.queries, noised.mean_metric, changes)
         # After the gate z lies opened * (z - corrupted) away from the corrupted run, and d opened / d gate is
         # opened * (1 - opened): so what the gate is worth needs no gradient of its own.
-        worth = torch.stack([((at[name][0] - corrupted[name]) * at[name][1]).sum((0, 1, 3)) for name in names])
+        worth = torch.stack([((grads[name][0] - corrupted[name]) * grads[name][1]).sum((0, 1, 3)) for name in names])
         gates.grad = (1 - opened) * (_MASK_PRICE * opened - worth / len(tokens))
         optimizer.step()
     return gates.detach().sigmoid().double().cpu().numpy()
@@ -196,13 +196,13 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
 def localized(redundant: bool, model: HookedModel, pair: Pair) -> dict[str, Grid]:
     """Scores heads by `localize`: those that it names first, or with redundant ones; then by score and p-value."""
     roles = _roles(pair)
-    found = localize(model, pair.clean, corrupted=pair.corrupted, roles=roles, n_controls=0, redundant=redundant)
-    return {role: _ranked(found, role, found.redundant_heads(role)) for role in found.heads_by_role}
+    result = localize(model, pair.clean, corrupted=pair.corrupted, roles=roles, n_controls=0, redundant=redundant)
+    return {role: _ranked(result, role, result.redundant_heads(role)) for role in result.heads_by_role}
 
 
-def _ranked(found: Localization, role: str, named: Any) -> Grid:
+def _ranked(result: Localization, role: str, named: Any) -> Grid:
     """Named heads lie in [1, 2], the others in [0, 1]."""
-    score, p = (found.table.where(role=role, metric=metric).to_array(metric) for metric in ("score", "p"))
+    score, p = (result.table.where(role=role, metric=metric).to_array(metric) for metric in ("score", "p"))
     grid = np.nan_to_num(score) * (1 - p) / 2
     for head in named:
         grid[head] += 1.5

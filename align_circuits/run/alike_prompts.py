@@ -47,8 +47,8 @@ class Rows:
             for (*_, read), of_reader in zip(readers, rows_of, strict=True):
                 in_batch = torch.isin(of_reader, batch)
                 if in_batch.any():
-                    found = torch.searchsorted(batch, of_reader[in_batch]).to(values.device)
-                    read(in_batch.nonzero()[:, 0], *layer, values[found])
+                    position = torch.searchsorted(batch, of_reader[in_batch]).to(values.device)
+                    read(in_batch.nonzero()[:, 0], *layer, values[position])
 
         split = len(of_pattern)
         prompt, query = rows.T.contiguous()

@@ -133,9 +133,9 @@ def _why_not_replayed(model: HookedModel, names: Collection[str], patterns_of_so
         return reason
     if patterns_of_source:
         return "replay does not keep the patterns of other prompts, which take too much memory"
-    sites = {name: place[1] for name in names if (place := site_of(name)) is not None}
-    if others := sorted(name for name in names if sites.get(name) not in REPLAY_SITES):
-        return f"replay does not edit {others[0]}"
+    sites = {name: layer_and_site[1] for name in names if (layer_and_site := site_of(name)) is not None}
+    if unknown := sorted(name for name in names if sites.get(name) not in REPLAY_SITES):
+        return f"replay does not edit {unknown[0]}"
     if isinstance(model, HasDecoder):
         missing = sorted(name for name in names if name not in model.hook_dict)
         return f"it has no hook point {missing[0]}" if missing else None
@@ -179,12 +179,12 @@ class _KeptRuns:
         if kept is not None and kept.serves(keep, starts):
             return kept
         # The next sweep edits other layers, from other columns on: it finds what it starts from, too.
-        sites: set[Site] = {place[1] for name in keep if (place := site_of(name)) is not None}
+        sites: set[Site] = {layer_and_site[1] for name in keep if (layer_and_site := site_of(name)) is not None}
         every = {name_of(site, layer) for site in sites for layer in range(model.cfg.n_layers)}
         every |= kept.kept.keys() if kept is not None else set()
-        size = sum(run.size for run in self.runs.values() if run is not kept)
+        size_of_others = sum(run.size for run in self.runs.values() if run is not kept)
         expected = (len(every) + 2 * model.cfg.n_layers) * tokens.numel() * model.cfg.d_model
-        if size + expected > NUMBERS_CACHED:
+        if size_of_others + expected > NUMBERS_CACHED:
             return Replay.run(decoder, **inputs, keep=keep, starts=starts)
         for other, run in self.runs.items():
             # Clean and corrupted prompts often differ at their ends alone.
@@ -251,13 +251,13 @@ def _replay_batch(
         if kept is None
         else kept.run(runs.model, decoder, inputs, keep, begun)
     )
-    places = batch.prompt * len(queries) + torch.searchsorted(queries, batch.query)
+    logit_rows = batch.prompt * len(queries) + torch.searchsorted(queries, batch.query)
     # Where all prompts have the same queries, the rows are the logits as they stand: no copy is made.
-    all_places = torch.equal(places, torch.arange(len(selected) * len(queries), device=places.device))
+    in_order = torch.equal(logit_rows, torch.arange(len(selected) * len(queries), device=logit_rows.device))
 
     def hand_over(on_logits: Callable[[Tensor, Tensor], None], logits: Float[Tensor, "prompt query d_vocab"]) -> None:
         check_logits(logits)
-        rows = logits.flatten(0, 1) if all_places else logits.flatten(0, 1)[places]
+        rows = logits.flatten(0, 1) if in_order else logits.flatten(0, 1)[logit_rows]
         on_logits(batch.rows, widened(rows))
 
     source_run: Mapping[str, Tensor] = {}
@@ -283,8 +283,8 @@ def _replay_batch(
         context = BatchContext(runs.prompts, selected, span, source)
         for indices in (group[first : first + at_once] for first in range(0, len(group), at_once)):
             changes = [changes_of(runs.edit_sets[index], runs.model, context) for index in indices]
-            for place, logits in replay.replay(changes, start):
-                hand_over(partial(runs.on_logits, indices[place]), logits)
+            for run, logits in replay.replay(changes, start):
+                hand_over(partial(runs.on_logits, indices[run]), logits)
 
 
 def _first_difference(runs: _EditedRuns, selected: Int[Tensor, " prompt"]) -> int:

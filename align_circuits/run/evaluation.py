@@ -111,8 +111,8 @@ def answers(
     p, right, p_answer = numbers.tolist()
     tokenizer = getattr(model, "tokenizer", None)  # which knows tokens that the prompts do not hold
     texts = text_of(tokenizer, token.unique()) if tokenizer is not None else {}
-    answer = [texts.get(each, prompts.string_of(each)) for each in token.tolist()]
-    target = [prompts.string_of(each) for each in targets.token.tolist()]
+    answer = [texts.get(token_id, prompts.string_of(token_id)) for token_id in token.tolist()]
+    target = [prompts.string_of(token_id) for token_id in targets.token.tolist()]
     columns = {"prompt": targets.prompt, "target": target, "p": p, "answer": answer, "p_answer": p_answer}
     return pd.DataFrame({**columns, "right": np.array(right, dtype=bool)})
 
@@ -134,8 +134,9 @@ def summarize_targets(
         by |= {(name, "accuracy"): targets[name].to_numpy(dtype=float) for name in REFERENCES if name in targets}
     groups = {(kind, ALL_OFFSETS): rows for kind, rows in by_kind(prompts).items()}
     offset = targets["offset"].to_numpy()
-    groups |= {("all", int(place)): offset == place for place in np.unique(offset)}
+    groups |= {("all", int(number)): offset == number for number in np.unique(offset)}
     keys = pd.DataFrame(
-        [(*who, *group) for who in by for group in groups], columns=["predictor", "metric", "kind", "offset"]
+        [(*predictor, *group) for predictor in by for group in groups],
+        columns=["predictor", "metric", "kind", "offset"],
     ).astype({"offset": "Int64"})
     return keys, *means_by_prompt(prompts, targets["prompt"].to_numpy(), list(by.values()), list(groups.values()))

@@ -78,27 +78,27 @@ def first_order_effects(
 
     def run(batch: Int[Tensor, " batch"], _tokens: int) -> None:
         rows = slice(int(batch[0]), int(batch[-1]) + 1)
-        part = targets.select(rows)
+        some = targets.select(rows)
         label = torch.from_numpy(label_of[(targets.prompt >= rows.start) & (targets.prompt < rows.stop)])
 
         def scalars(logits: Float[Tensor, "prompt query d_vocab"]) -> Float[Tensor, " metric_label"]:
-            places = part.prompt.to(logits.device), torch.searchsorted(queries, part.query).to(logits.device)
-            numbers = part.numbers(widened(logits[places]), torch.arange(len(part.token)))
+            target_rows = (some.prompt.to(logits.device), torch.searchsorted(queries, some.query).to(logits.device))
+            numbers = some.numbers(widened(logits[target_rows]), torch.arange(len(some.token)))
             zeros = numbers.new_zeros(len(numbers), len(labels))
             return zeros.index_add(1, label.to(numbers.device), numbers).flatten()
 
         # Prompts do not interact, so the gradient of a sum over prompts holds that of each.
-        inputs = part.prompts.tokens.to(device), part.prompts.mask.to(device)
+        inputs = some.prompts.tokens.to(device), some.prompts.mask.to(device)
         gradients = gradients_at(model, *inputs, dict.fromkeys(read), queries, scalars, fast=engine == "fast")
         values = {} if source is None else capture(model, source[rows], edited, options=alike)
-        context = BatchContext.all_of(part.prompts)
+        context = BatchContext.all_of(some.prompts)
         for index, ((site, layer, _), edit, name) in enumerate(zip(edits, edits.values(), read, strict=True)):
-            here = _of_prompts(edit, rows, values)
+            edit_here = _of_prompts(edit, rows, values)
             (before, gradient), by_pattern = gradients[name], site in THROUGH_ATTENTION
             if by_pattern:
-                after = capture(model, part.prompts, [name], edits=[here], options=reference)[name].to(device)
+                after = capture(model, some.prompts, [name], edits=[edit_here], options=reference)[name].to(device)
             else:
-                after = here.changes(cfg, context)[name_of(site, layer)](before)
+                after = edit_here.changes(cfg, context)[name_of(site, layer)](before)
             assert after is not None
             real = inputs[1][:, None, :, None] if by_pattern else inputs[1][:, :, None, None]
             change = widened((after - before).where(real, 0))

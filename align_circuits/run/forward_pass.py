@@ -213,8 +213,8 @@ def widened(numbers: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 def is_inside(name: str) -> bool:
     """Returns whether an activation is inside the fast engine's attention function, on any architecture."""
-    place = site_of(name)
-    return place is not None and place[1] in INSIDE_SITES
+    layer_and_site = site_of(name)
+    return layer_and_site is not None and layer_and_site[1] in INSIDE_SITES
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,9 +280,9 @@ def _run_fast(
     changes_at: dict[str, list[Change]] = {}
     for name, change in within:
         changes_at.setdefault(name, []).append(change)
-    parts = AttentionParts({name: in_order(changes) for name, changes in changes_at.items()}) if within else None
+    inside = AttentionParts({name: in_order(changes) for name, changes in changes_at.items()}) if within else None
     probe = batch.probe(on_pattern)
-    logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe, attention_parts=parts))
+    logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe, attention_parts=inside))
     if probe is not None and probe.layers_read != model.cfg.n_layers:
         raise ValueError(
             f"the fast engine read {probe.layers_read} of {model.cfg.n_layers} layers: use "

@@ -289,7 +289,7 @@ class TargetMetrics:
             if options.batch_size != "auto":  # whole batches, so that they are those of a sweep that is not kept
                 prompts_a_part = ceil(prompts_a_part / options.batch_size) * options.batch_size
             identity = self.identity(model, source, options) | {"edits": edit_sets, "with_source": with_source}
-        places = {
+        slices = {
             f"edit-sets-{first:05d}-prompts-{prompt:05d}": (slice(first, last), rows)
             for first in range(0, len(edit_sets), edits_a_part)
             for last in [min(first + edits_a_part, len(edit_sets))]
@@ -297,9 +297,9 @@ class TargetMetrics:
         }
         with progress_bar(options, len(edit_sets) * len(self.token), "target") as bar:
             run = partial(self._measure_edit_sets, model, source=source, with_source=with_source, options=options)
-            computes = {name: partial(run, edit_sets[sets], rows, bar=bar) for name, (sets, rows) in places.items()}
+            computes = {name: partial(run, edit_sets[sets], rows, bar=bar) for name, (sets, rows) in slices.items()}
             for name, measured, ran in SweepParts(options.cache_dir, "edited runs", identity).measure(computes):
-                engine, (sets, rows) = ran, places[name]
+                engine, (sets, rows) = ran, slices[name]
                 count = sets.stop - sets.start
                 values[sets, :, rows] = measured[:count]
                 if with_source:
@@ -422,10 +422,10 @@ def repeat(prompts: Prompts, times: int) -> Prompts:
     """Returns prompts several times over, without targets and labels: all of them, then all of them again."""
     if times == 1:
         return prompts
-    parts = {name: getattr(prompts, name).repeat(times, 1) for name in ("inputs", "mask", "token_kinds", "example")}
+    repeated = {name: getattr(prompts, name).repeat(times, 1) for name in ("inputs", "mask", "token_kinds", "example")}
     return replace(
         prompts,
-        **parts,
+        **repeated,
         targets=prompts.targets.iloc[:0],
         correct=None,
         own_correct=None,

@@ -26,8 +26,8 @@ def alignment_prior(x_len: int, decay: float, form: PriorForm = "text") -> Float
 
     Source: Missing Alignment Link, Eq. 2; its released code.
     """
-    place = torch.arange(x_len, dtype=torch.float64)
-    distance = (place[:, None] - place).abs() / (x_len if form == "code" else 1)
+    position = torch.arange(x_len, dtype=torch.float64)
+    distance = (position[:, None] - position).abs() / (x_len if form == "code" else 1)
     return torch.softmax(-decay * distance, dim=1)
 
 

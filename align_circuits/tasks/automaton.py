@@ -67,8 +67,8 @@ class Automata:
         n_edges = torch.where(torch.arange(states) <= n_states, n_edges, 0)
         missing = torch.arange(edges) >= n_edges[..., None]
 
-        place = rng.distinct("automata.letters", edges, n_symbols.expand(n, x_len, states))
-        letter = alphabet.gather(2, place.flatten(2).long()).view(place.shape)
+        rank = rng.distinct("automata.letters", edges, n_symbols.expand(n, x_len, states))
+        letter = alphabet.gather(2, rank.flatten(2).long()).view(rank.shape)
         following = 1 + rng.distinct("automata.next", edges, n_states.expand(n, x_len, states))
         return cls(
             letter.masked_fill(missing, NONE).to(torch.int8),

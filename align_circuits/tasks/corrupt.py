@@ -23,7 +23,7 @@ def corrupt_seq2seq(
     kind: Corruption,
     seed: int,
     *,
-    places: Layout,
+    layout: Layout,
     ood: bool,
     sample_automata: Callable[[Rng, int], Automata],
 ) -> Prompts:
@@ -42,20 +42,20 @@ def corrupt_seq2seq(
     aligned = list(prompts.task["aligned"])
     m, rng = len(aligned), Rng(seed, f"corrupt.{kind}")
     order, phrases = prompts.latent["order"].clone(), prompts.latent["phrases"].clone()
-    which = order[:, :, aligned]
+    copied = order[:, :, aligned]
     if kind == "query":
         if m == 1:
             raise ValueError("x_len is 1, so there is only one possible input: use longer inputs")
         sample = sample_uniform_orders if ood else sample_orders
         order[:, -1] = _redraw(
             lambda n: sample(rng, n, 1, m)[:, 0],
-            lambda new, row: (new[:, aligned] != which[row, -1]).all(1),
+            lambda new, row: (new[:, aligned] != copied[row, -1]).all(1),
             len(prompts),
         )
-        which[:, -1] = order[:, -1, aligned]
+        copied[:, -1] = order[:, -1, aligned]
     elif kind == "labels":
         uniform = rng.uniform("letters", *phrases[:, :-1].shape)
-        phrases[:, :-1], _ = sample_automata(rng, len(prompts)).walk(which[:, :-1], uniform)
+        phrases[:, :-1], _ = sample_automata(rng, len(prompts)).walk(copied[:, :-1], uniform)
     else:
         if len(set(aligned)) == 1:
             raise ValueError(
@@ -65,22 +65,22 @@ def corrupt_seq2seq(
         position = torch.tensor(aligned)
         rows = order[:, :-1, 0].numel()
         moved = _redraw(lambda n: rng.order("phrases", n, m), lambda new, _: (position[new] != position).any(1), rows)
-        moved = moved.view_as(which[:, :-1])
-        which[:, :-1] = which[:, :-1].gather(2, moved)
+        moved = moved.view_as(copied[:, :-1])
+        copied[:, :-1] = copied[:, :-1].gather(2, moved)
         phrases[:, :-1] = phrases[:, :-1].gather(2, moved[..., None].expand_as(phrases[:, :-1]))
     own_correct = None
     if kind == "query" and prompts.correct is not None:
         # The first letters that the automata of the new symbols write. Of later letters, which follow the letters of
         # the clean prompt, nothing is known.
         rows = torch.arange(len(prompts))[:, None]
-        letters = prompts.latent["letter"][rows, which[:, -1], 0].long()
+        letters = prompts.latent["letter"][rows, copied[:, -1], 0].long()
         known = torch.nn.functional.one_hot(letters + 1, len(prompts.answer_tokens) + 1).any(2)[..., 1:]
         own_correct = torch.zeros_like(prompts.correct).unflatten(0, (len(prompts), m, -1))
         own_correct[:, :, 0] = known
         own_correct = own_correct.flatten(0, 2)
     latent = {**prompts.latent, "order": order, "phrases": phrases}
     fixed, symbols = (torch.tensor(prompts.task[name]) for name in ("fixed", "symbols"))
-    inputs = write(places, latent, which, fixed, symbols, prompts.answer_tokens)
+    inputs = write(layout, latent, copied, fixed, symbols, prompts.answer_tokens)
     task = {**prompts.task, "corrupted": {"kind": kind, "seed": seed}}
     return replace(prompts, inputs=inputs, own_correct=own_correct, latent=latent, task=task)
 

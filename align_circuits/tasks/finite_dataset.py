@@ -56,32 +56,32 @@ def in_context(
             " draw a larger dataset, or take fewer examples or prompts"
         )
     if test is None:
-        own = rng.order("test", 1, len(dataset))[0, :n]
+        test_rows = rng.order("test", 1, len(dataset))[0, :n]
         # Drawn among one fewer, then shifted past the prompt's own: uniform among the others without a rejected draw.
         rows = rng.order("examples", n, len(dataset) - 1)[:, :k]
-        rows, test = rows + (rows >= own[:, None]), dataset[own]  # skips the prompt's own test example
+        rows, test = rows + (rows >= test_rows[:, None]), dataset[test_rows]  # skips the prompt's own test example
     else:
         rows = rng.order("examples", len(test), len(dataset))[:, :k]
     aligned = list(task.aligned)
-    places = layout_of(task.style, task.x_len, task.phrase_len, k, test.task["bos"])
+    layout = layout_of(task.style, task.x_len, task.phrase_len, k, test.task["bos"])
     latent = {name: test.latent[name] for name in SHARED}
     latent |= {
         name: torch.cat([dataset.latent[name][rows, 0], test.latent[name]], 1) for name in ("order", "phrases")
     }  # [prompt example ...]
     fixed, symbols = (torch.tensor(test.task[name]) for name in ("fixed", "symbols"))
-    which = latent["order"][:, :, aligned]
-    inputs = write(places, latent, which, fixed, symbols, test.answer_tokens)
-    targets, relations = targets_and_relations(places, inputs, latent, aligned)
+    aligned_symbols = latent["order"][:, :, aligned]
+    inputs = write(layout, latent, aligned_symbols, fixed, symbols, test.answer_tokens)
+    targets, relations = targets_and_relations(layout, inputs, latent, aligned)
     references = {name: test.targets[name] for name in ("chance", "memoryless", "history") if name in test.targets}
     if references and test.correct is not None:
         correct = test.correct.view(len(test), task.x_len, task.phrase_len, -1)
-        references["oracle"] = oracle_accuracy(which, latent["phrases"], correct).flatten().numpy()
+        references["oracle"] = oracle_accuracy(aligned_symbols, latent["phrases"], correct).flatten().numpy()
     return replace(
         test,
         inputs=inputs,
         mask=torch.ones_like(inputs, dtype=torch.bool),
-        token_kinds=places.token_kinds.expand_as(inputs),
-        example=places.example.expand_as(inputs),
+        token_kinds=layout.token_kinds.expand_as(inputs),
+        example=layout.example.expand_as(inputs),
         targets=targets.assign(**references),
         relations=relations,
         latent=latent,

@@ -22,7 +22,7 @@ LATENT = ("symbols", "order", "phrases", "letter", "next")
 
 def prompts_of(
     ids: TokenIds,
-    places: Layout,
+    layout: Layout,
     latent: Mapping[str, Tensor],
     aligned: Sequence[int],
     *,
@@ -34,7 +34,7 @@ def prompts_of(
 
     Args:
         ids: The token ids of symbols, letters and delimiters.
-        places: The layout of the prompts.
+        layout: The layout of the prompts.
         latent: The latent variables, as described at `LATENT`.
         aligned: The input position of each phrase.
         correct: Which letters are right at each target.
@@ -42,13 +42,13 @@ def prompts_of(
         task: The task's name, config and seed; `corrupt` needs the rest, which is added.
     """
     letters, symbols, fixed = map(torch.tensor, (ids.letters, ids.symbols, ids.fixed))
-    inputs = write(places, latent, latent["order"][:, :, list(aligned)], fixed, symbols, letters)
-    targets, relations = targets_and_relations(places, inputs, latent, aligned)
+    inputs = write(layout, latent, latent["order"][:, :, list(aligned)], fixed, symbols, letters)
+    targets, relations = targets_and_relations(layout, inputs, latent, aligned)
     return Prompts(
         inputs=inputs,
         mask=torch.ones_like(inputs, dtype=torch.bool),
-        token_kinds=places.token_kinds.expand_as(inputs),
-        example=places.example.expand_as(inputs),
+        token_kinds=layout.token_kinds.expand_as(inputs),
+        example=layout.example.expand_as(inputs),
         targets=targets.assign(**{name: values.flatten().numpy() for name, values in references.items()}),
         relations=relations,
         answer_tokens=letters,
@@ -57,7 +57,7 @@ def prompts_of(
         tokenizer_hash=ids.tokenizer_hash,
         task={
             **task,
-            "bos": bool(places.token_kinds[0] == TokenKind.BOS),
+            "bos": bool(layout.token_kinds[0] == TokenKind.BOS),
             "aligned": list(aligned),
             "symbols": list(ids.symbols),
             "fixed": list(ids.fixed),
@@ -67,9 +67,9 @@ def prompts_of(
 
 
 def write(
-    places: Layout,
+    layout: Layout,
     latent: Mapping[str, Tensor],
-    which: Int[Tensor, "prompt example phrase"],
+    copied: Int[Tensor, "prompt example phrase"],
     fixed: Int[Tensor, " fixed"],
     symbols: Int[Tensor, " symbol"],
     letters: Int[Tensor, " letter"],
@@ -79,13 +79,13 @@ def write(
     `which` is the symbol that each phrase translates; `fixed`, `symbols` and `letters` are the token ids of delimiters,
     alphabet and letters.
     """
-    own = symbols[latent["symbols"]]
-    inputs, copies = (own.gather(1, index.flatten(1)).view_as(index) for index in (latent["order"], which))
-    return places.write(fixed, inputs, letters.take(latent["phrases"]), copies)
+    symbol_ids = symbols[latent["symbols"]]
+    inputs, copies = (symbol_ids.gather(1, index.flatten(1)).view_as(index) for index in (latent["order"], copied))
+    return layout.write(fixed, inputs, letters.take(latent["phrases"]), copies)
 
 
 def targets_and_relations(
-    places: Layout, inputs: Int[Tensor, "prompt pos"], latent: Mapping[str, Tensor], aligned: Sequence[int]
+    layout: Layout, inputs: Int[Tensor, "prompt pos"], latent: Mapping[str, Tensor], aligned: Sequence[int]
 ) -> tuple[pd.DataFrame, dict[str, Relation]]:
     """Returns the targets, which are the letters of the test example, and their relations.
 
@@ -97,8 +97,8 @@ def targets_and_relations(
       out.
     - `induction`, `previous`, `duplicate`, from the position that predicts the target.
     """
-    n, (m, c) = len(inputs), places.outputs.shape[1:]
-    positions = places.outputs[-1].flatten()
+    n, (m, c) = len(inputs), layout.outputs.shape[1:]
+    positions = layout.outputs[-1].flatten()
     prompt, target_pos = torch.arange(n).repeat_interleave(m * c), positions.repeat(n)
     phrase, offset = torch.arange(m).repeat_interleave(c).repeat(n), torch.arange(c).repeat(n * m)
     kind = np.array(KINDS, dtype=object)[(offset > 0).long().numpy()]
@@ -108,22 +108,22 @@ def targets_and_relations(
     rows = {"target": torch.arange(n * m * c), "prompt": prompt, "query": target_pos - 1}
     mask = torch.ones((), dtype=torch.bool).expand_as(inputs)
     relations = [
-        _align("align_query", places, rows, phrase, aligned),
-        _align("align_key", places, rows | {"query": target_pos}, phrase, aligned),
-        _lookup(places, rows, latent["order"][:, :, list(aligned)]),
-        *(make(inputs, mask, **rows) for make in (induction, previous_token, duplicate_token)),
+        _align("align_query", layout, rows, phrase, aligned),
+        _align("align_key", layout, rows | {"query": target_pos}, phrase, aligned),
+        _lookup(layout, rows, latent["order"][:, :, list(aligned)]),
+        *(label(inputs, mask, **rows) for label in (induction, previous_token, duplicate_token)),
     ]
     return targets, {relation.name: relation for relation in relations}
 
 
 def _align(
-    name: str, places: Layout, rows: Mapping[str, Tensor], phrase: Int[Tensor, " row"], aligned: Sequence[int]
+    name: str, layout: Layout, rows: Mapping[str, Tensor], phrase: Int[Tensor, " row"], aligned: Sequence[int]
 ) -> Relation:
     """From the first letter of a phrase to its input position, among the test input."""
-    n, test = int(rows["prompt"][-1]) + 1, places.inputs[-1]
-    key = torch.full((len(places.token_kinds),), IGNORE)
+    n, test = int(rows["prompt"][-1]) + 1, layout.inputs[-1]
+    key = torch.full((len(layout.token_kinds),), IGNORE)
     key[test] = torch.arange(len(test))
-    first = torch.arange(0, len(phrase), places.outputs.shape[2])
+    first = torch.arange(0, len(phrase), layout.outputs.shape[2])
     return Relation(
         name,
         target=rows["target"][first],
@@ -136,13 +136,13 @@ def _align(
     )
 
 
-def _lookup(places: Layout, rows: Mapping[str, Tensor], symbol: Int[Tensor, "prompt example phrase"]) -> Relation:
+def _lookup(layout: Layout, rows: Mapping[str, Tensor], symbol: Int[Tensor, "prompt example phrase"]) -> Relation:
     """From each target to the letters of earlier examples that translate the same symbol."""
-    c = places.outputs.shape[2]
+    c = layout.outputs.shape[2]
     none = torch.full_like(symbol, IGNORE)
     # The test example's own phrases hold the answers, so they are no candidates.
     label = torch.cat([symbol[:, :-1], none[:, -1:]], dim=1)
-    key = places.write(torch.full((len(FIXED),), IGNORE), none, label[..., None].expand(-1, -1, -1, c), none)
+    key = layout.write(torch.full((len(FIXED),), IGNORE), none, label[..., None].expand(-1, -1, -1, c), none)
     key_value = symbol[:, -1]
     relation = Relation(
         "lookup",

@@ -47,8 +47,8 @@ class Layout:
             outputs: The letters.
             copies: The symbol that each phrase is aligned with; written only in the pre-aligned style.
         """
-        parts = (fixed.expand(len(inputs), -1), inputs.flatten(1), outputs.flatten(1), copies.flatten(1))
-        return torch.cat(parts, dim=1).index_select(1, self.index)
+        token_groups = (fixed.expand(len(inputs), -1), inputs.flatten(1), outputs.flatten(1), copies.flatten(1))
+        return torch.cat(token_groups, dim=1).index_select(1, self.index)
 
 
 def length_of(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: bool) -> int:
@@ -84,19 +84,19 @@ def layout_of(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: b
     if bos:
         put(TokenKind.BOS, IGNORE)
     for example in range(count):
-        for place in range(x_len):
+        for position in range(x_len):
             if marked:
                 put(TokenKind.MARKER, example)
-            inputs.append(put(TokenKind.INPUT, example, x_start + example * x_len + place))
+            inputs.append(put(TokenKind.INPUT, example, x_start + example * x_len + position))
         put(TokenKind.COLON, example)
         for phrase in range(x_len):
-            which = example * x_len + phrase
+            phrase_index = example * x_len + phrase
             if copied:
-                put(TokenKind.ALIGNED, example, copy_start + which)
+                put(TokenKind.ALIGNED, example, copy_start + phrase_index)
             for offset in range(phrase_len):
                 if marked:
                     put(TokenKind.MARKER, example)
-                outputs.append(put(TokenKind.OUTPUT, example, y_start + which * phrase_len + offset))
+                outputs.append(put(TokenKind.OUTPUT, example, y_start + phrase_index * phrase_len + offset))
         if example < n_examples:
             put(TokenKind.SEPARATOR, example)
     token_kinds, examples, index = torch.tensor(tokens).unbind(1)

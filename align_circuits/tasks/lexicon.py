@@ -101,7 +101,7 @@ class LexiconTask(TranslationTask):
                 f"{len(broken)} words of the lexicon are not one token of {name_of(tokenizer)}: {read}. Leave their "
                 "pairs out of the lexicon, or set unknown='leave out'"
             )
-        kept = {word: other for word, other in lexicon.items() if not {word, other} & set(broken)}
+        kept = {word: translation for word, translation in lexicon.items() if not {word, translation} & set(broken)}
         # Without sharing, the examples need as many words as the test input, none of them in it.
         needed = self.x_len if self.shared or not self.n_examples else 2 * self.x_len
         if len(kept) < max(needed, 2):
@@ -132,8 +132,8 @@ class LexiconTask(TranslationTask):
         check_tokenizer(tokenizer)
         lexicon = self.pairs_of(tokenizer)
         ids = look_up(tokenizer, [*lexicon], [*lexicon.values()], self.colon, self.separator, "", spaced=False)
-        places = layout_of(self.style, m, 1, self.n_examples, self.bos and ids.bos is not None)
-        check_text(tokenizer, ids, places)
+        layout = layout_of(self.style, m, 1, self.n_examples, self.bos and ids.bos is not None)
+        check_text(tokenizer, ids, layout)
         words, rng, aligned = len(lexicon), Rng(seed, "lexicon"), list(self.aligned)
         # Each prompt has the lexicon in an order of its own; the words of its test input come first.
         symbols = rng.order("words", n, words)
@@ -153,7 +153,7 @@ class LexiconTask(TranslationTask):
         known = {"chance": 1 / words, "memoryless": 1 / m, "history": 1 / left, "oracle": 1.0}
         prompts = prompts_of(
             ids,
-            places,
+            layout,
             latent,
             aligned,
             correct=correct,
@@ -164,7 +164,7 @@ class LexiconTask(TranslationTask):
         )
         if len(prompts.relations["lookup"]):
             return prompts
-        return replace(prompts, relations={name: part for name, part in prompts.relations.items() if name != "lookup"})
+        return replace(prompts, relations={name: kept for name, kept in prompts.relations.items() if name != "lookup"})
 
     @checked
     def corrupt(self, prompts: Prompts, kind: Corruption = "query", *, seed: int = 0) -> Prompts:

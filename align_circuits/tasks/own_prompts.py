@@ -62,10 +62,10 @@ class OwnPrompts(Task):
         """
         order = self.sample(len(self.prompts), seed=seed).latent[_ROW]
         cut = _cut(self.prompts[order], round((1 - share) * len(order)))
-        parts = (order[:cut], order[cut:])
+        halves = (order[:cut], order[cut:])
         return tuple(  # pyright: ignore[reportReturnType]
-            OwnPrompts(self.prompts[part], None if self.corrupted is None else self.corrupted[part], self.roles)
-            for part in parts
+            OwnPrompts(self.prompts[rows], None if self.corrupted is None else self.corrupted[rows], self.roles)
+            for rows in halves
         )
 
     def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:

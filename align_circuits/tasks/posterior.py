@@ -37,12 +37,12 @@ def symbol_posterior(
         )
     weights = torch.ones(n, m, m, dtype=torch.float64)  # of each symbol at each position, by the phrases so far
     posterior = torch.empty(n, m, m, dtype=torch.float64)
-    for phrase, place in enumerate(aligned):
-        marginal = sum(_marginal(weights * shape, place) for shape in shapes)
+    for phrase, position in enumerate(aligned):
+        marginal = sum(_marginal(weights * shape, position) for shape in shapes)
         assert isinstance(marginal, Tensor)
         posterior[:, phrase] = marginal / marginal.sum(-1, keepdim=True)
         scale = likelihood[:, phrase].amax(-1, keepdim=True)  # long phrases have tiny probabilities
-        weights[:, place] *= likelihood[:, phrase] / scale
+        weights[:, position] *= likelihood[:, phrase] / scale
     return posterior
 
 
@@ -53,8 +53,8 @@ def _marginal(weights: Float[Tensor, "prompt pos symbol"], place: int) -> Float[
     # comes last and is not summed: what is left for it is one symbol.
     n, m, _ = weights.shape
     total = torch.ones(n, 1, dtype=weights.dtype)
-    others = [position for position in range(m) if position != place]
-    for size, position in enumerate(others, start=1):
+    other_positions = [position for position in range(m) if position != place]
+    for size, position in enumerate(other_positions, start=1):
         members, before = _subsets(m, size)
         total = (total[:, before] * weights[:, position][:, members]).sum(-1)
     members, before = _subsets(m, m)

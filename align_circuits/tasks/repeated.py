@@ -90,14 +90,14 @@ class RepeatedTokensTask(Task):
         )
         mask = torch.ones_like(inputs, dtype=torch.bool)
         columns = {"target": torch.arange(len(prompt)), "prompt": prompt, "query": target_pos - 1}
-        made = [make(inputs, mask, **columns) for make in (induction, previous_token, duplicate_token)]
+        relations = [label(inputs, mask, **columns) for label in (induction, previous_token, duplicate_token)]
         return Prompts(
             inputs=inputs,
             mask=mask,
             token_kinds=token_kinds,
             example=example,
             targets=targets,
-            relations={relation.name: relation for relation in made},
+            relations={relation.name: relation for relation in relations},
             token_strings={} if plain else text_of(tokenizer, inputs.unique()),
             tokenizer_hash=None if plain else vocabulary_hash(tokenizer),
             task={"name": "repeated", "config": asdict(self), "seed": seed, "bos": bos is not None},

@@ -64,11 +64,11 @@ class Rng:
         drawn, taken = [], []  # `taken` is `drawn`, kept sorted
         for count in range(size):
             value = (uniform[..., count] * (limit - count)).to(limit.dtype)
-            for other in taken:
-                value = value + (value >= other)  # skip what is taken
+            for earlier in taken:
+                value = value + (value >= earlier)  # skip what is taken
             drawn.append(value)
-            for place, other in enumerate(taken):
-                taken[place], value = torch.minimum(other, value), torch.maximum(other, value)
+            for index, earlier in enumerate(taken):
+                taken[index], value = torch.minimum(earlier, value), torch.maximum(earlier, value)
             taken.append(value)
         return torch.stack(drawn, dim=-1)
 

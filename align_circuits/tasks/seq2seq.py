@@ -82,8 +82,8 @@ class TranslationTask(Task):
             raise ValueError(
                 "these prompts were not sampled by this task: corrupt them with the task that sampled them"
             )
-        places = layout_of(self.style, self.x_len, self.phrase_len, self.n_examples, prompts.task["bos"])
-        return corrupt_seq2seq(prompts, kind, seed, places=places, ood=ood, sample_automata=sample_automata)
+        layout = layout_of(self.style, self.x_len, self.phrase_len, self.n_examples, prompts.task["bos"])
+        return corrupt_seq2seq(prompts, kind, seed, layout=layout, ood=ood, sample_automata=sample_automata)
 
 
 @checked
@@ -191,9 +191,9 @@ class Seq2SeqTask(TranslationTask):
         marker = MARKER if self.style == "marked" else ""
         ids = look_up(tokenizer, self.alphabet, self.letters, self.colon, self.separator, marker, self.spaced)
         bos = self.bos and ids.bos is not None
-        places = layout_of(self.style, self.x_len, self.phrase_len, self.n_examples, bos)
+        layout = layout_of(self.style, self.x_len, self.phrase_len, self.n_examples, bos)
         if self.spaced:
-            check_text(tokenizer, ids, places)
+            check_text(tokenizer, ids, layout)
         aligned = self.aligned
         rng = Rng(seed, "prompts")
         shared = self._world(Rng(self.task_seed, "task"), 1) if self.automata == "task" else None
@@ -201,7 +201,7 @@ class Seq2SeqTask(TranslationTask):
         drawn = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         return prompts_of(
             ids,
-            places,
+            layout,
             {name: drawn[name] for name in LATENT},
             aligned,
             correct=drawn["correct"],
@@ -256,9 +256,9 @@ class Seq2SeqTask(TranslationTask):
         order = sample_orders(rng, n, count, m)
         if self.ood:
             order[:, -1:] = sample_uniform_orders(rng, n, 1, m)
-        which = order[:, :, aligned]
-        phrases, states = automata.walk(which, rng.uniform("letters", n, count, m, self.phrase_len))
-        tested = which[:, -1, :, None].expand(-1, -1, self.phrase_len)
+        symbol = order[:, :, aligned]
+        phrases, states = automata.walk(symbol, rng.uniform("letters", n, count, m, self.phrase_len))
+        tested = symbol[:, -1, :, None].expand(-1, -1, self.phrase_len)
         correct = automata.accepted(tested, states[:, -1], len(self.letters))
         drawn = {
             "symbols": symbols.expand(n, -1),

@@ -90,9 +90,9 @@ def look_up(
         ids[text] = token
     owners: dict[int, str] = {}
     for text in texts:
-        if (other := owners.setdefault(ids[text], text)) != text or texts.count(text) > 1:
+        if (owner := owners.setdefault(ids[text], text)) != text or texts.count(text) > 1:
             raise ValueError(
-                f"{name_of(tokenizer)} gives {other!r} and {text!r} the same token {ids[text]}, but all symbols, "
+                f"{name_of(tokenizer)} gives {owner!r} and {text!r} the same token {ids[text]}, but all symbols, "
                 "letters and delimiters must differ: choose others"
             )
     bos = tokenizer.bos_token_id
@@ -124,7 +124,7 @@ _CHECKED: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
 """The checks that have passed."""
 
 
-def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
+def check_text(tokenizer: Any, token_ids: TokenIds, layout: Layout) -> None:
     """Checks that a tokenizer reads the text of prompts as the tokens they were built from.
 
     It reads every pair of tokens that may stand side by side, then one whole prompt.
@@ -133,9 +133,9 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
         ValueError: Text is read as other tokens, such as `"!I"` by the Llama 3 tokenizer in the marked style.
     """
     key, checked = (token_ids.symbols, token_ids.letters, token_ids.fixed), _CHECKED.setdefault(tokenizer, set())
-    if (*key, places) in checked:
+    if (*key, layout) in checked:
         return
-    kinds = [TokenKind(kind) for kind in places.token_kinds.tolist() if kind != TokenKind.BOS]
+    kinds = [TokenKind(kind) for kind in layout.token_kinds.tolist() if kind != TokenKind.BOS]
     # Tokenizers merge neighbours: if every pair that may stand side by side survives, so does nearly every text. The
     # whole prompt catches what depends on more than two.
     neighbours = tuple(dict.fromkeys(pairwise(kinds)))
@@ -150,7 +150,7 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
             f"{text[:40]!r} becomes {tokens[:20]}. Texts that are misread ({len(broken)}): {listed[:200]}. Leave these "
             "symbols out of the task's alphabet, letters or delimiters, or set spaced=False, which promises no text"
         )
-    checked.update({(*key, neighbours), (*key, places)})
+    checked.update({(*key, neighbours), (*key, layout)})
 
 
 def _misread(tokenizer: Any, token_ids: TokenIds, sequences: Sequence[tuple[int, ...]]) -> list[tuple[str, list[str]]]:

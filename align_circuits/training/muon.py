@@ -41,8 +41,8 @@ class Muon(Optimizer):
         """
         super().__init__(list(matrices), {"lr": lr, "weight_decay": weight_decay})
         shapes = [tuple(matrix.shape) for group in self.param_groups for matrix in group["params"]]
-        if others := [shape for shape in shapes if len(shape) != 2]:
-            raise ValueError(f"a parameter of shape {others[0]}: Muon takes matrices; give others to AdamW")
+        if wrong := [shape for shape in shapes if len(shape) != 2]:
+            raise ValueError(f"a parameter of shape {wrong[0]}: Muon takes matrices; give others to AdamW")
 
     @torch.no_grad()
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - no closure
@@ -58,9 +58,9 @@ class Muon(Optimizer):
                 buffer = state["momentum_buffer"].lerp_(matrix.grad, 1 - MOMENTUM)
                 kind = (matrix.shape, matrix.dtype, matrix.device)
                 alike[kind].append((matrix, matrix.grad.lerp(buffer, MOMENTUM)))
-            for ((n_rows, n_columns), *_), found in alike.items():
-                updates = orthogonalized(torch.stack([update for _, update in found]))
-                for (matrix, _), update in zip(found, updates, strict=True):
+            for ((n_rows, n_columns), *_), same_shape in alike.items():
+                updates = orthogonalized(torch.stack([update for _, update in same_shape]))
+                for (matrix, _), update in zip(same_shape, updates, strict=True):
                     matrix.mul_(1 - group["lr"] * group["weight_decay"])
                     matrix.add_(update, alpha=-group["lr"] * max(1, n_rows / n_columns) ** 0.5)
 

@@ -61,9 +61,9 @@ class Probe:
         # In and out of distribution most of a prompt is the same: the examples, of which only the last differs.
         rows = [both.rows for both in passes.values()]
         forward_alike(self.model, rows, edits=self.edits, options=self.options)
-        parts = [(ood, *_measured(self.prompts[ood], both)) for ood, both in passes.items()]
-        keys = pd.concat([keys.assign(ood=ood) for ood, keys, _ in parts], ignore_index=True)
-        numbers = {name: np.concatenate([part[name] for *_, part in parts]) for name in COLUMNS}
+        measured = [(ood, *_measured(self.prompts[ood], both)) for ood, both in passes.items()]
+        keys = pd.concat([keys.assign(ood=ood) for ood, keys, _ in measured], ignore_index=True)
+        numbers = {name: np.concatenate([columns[name] for *_, columns in measured]) for name in COLUMNS}
         if self.folder is None:
             self._results[step] = keys, numbers
         else:

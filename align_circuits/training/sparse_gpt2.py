@@ -119,9 +119,9 @@ class _Pruned(nn.Module):
         """The mean cross-entropy of the letters, and the hints with their weight in this batch."""
         queries = batch["letters"][UNSEEN:].flatten() - 1
         with_hints = bool(hinted) and batch["hint"] > 0
-        out = self.model(batch["ids"], logits_to_keep=queries, use_cache=False, output_attentions=with_hints)
-        loss = F.cross_entropy(out.logits.flatten(0, 1), batch["ids"][:, queries + 1].flatten())
-        return loss + batch["hint"] * hints(out.attentions, hinted, batch) if with_hints else loss
+        outputs = self.model(batch["ids"], logits_to_keep=queries, use_cache=False, output_attentions=with_hints)
+        loss = F.cross_entropy(outputs.logits.flatten(0, 1), batch["ids"][:, queries + 1].flatten())
+        return loss + batch["hint"] * hints(outputs.attentions, hinted, batch) if with_hints else loss
 
     @torch.no_grad()
     def remove_one(self, batch: Mapping[str, Any], hinted: Collection[Head]) -> None:
@@ -198,15 +198,15 @@ def hints(
     - `"lookup, later"`: from its first letter, to the second letters of those that begin with that letter.
     """
     letters, symbols = batch["letters"], batch["inputs"]
-    which, first = batch["order"].flatten(1), batch["phrases"][..., 0].flatten(1)
+    symbol, first = batch["order"].flatten(1), batch["phrases"][..., 0].flatten(1)
     example = torch.arange(len(letters)).repeat_interleave(letters.shape[1])
-    earlier = (which[:, :, None] == which[:, None]) & (example[:, None] > example)
-    each = torch.eye(letters.numel(), dtype=torch.bool)
+    earlier = (symbol[:, :, None] == symbol[:, None]) & (example[:, None] > example)
+    identity = torch.eye(letters.numel(), dtype=torch.bool)
     phrase = torch.eye(symbols.numel(), dtype=torch.bool)
     wanted = {
         "align_query": (letters[..., 0] - 1, symbols, phrase),
         "align_key": (letters, symbols, phrase.repeat_interleave(PHRASE_LEN, 0)),
-        "previous": (letters, letters - 1, each),
+        "previous": (letters, letters - 1, identity),
         "lookup": (letters[..., 0] - 1, letters[..., 0], earlier),
         "lookup, later": (letters[..., 0], letters[..., 1], earlier & (first[:, :, None] == first[:, None])),
     }
@@ -230,14 +230,14 @@ def _batch(recipe: SparseRecipe, step: int, seed: int) -> dict[str, Any]:
     m, k = int(rng.choice(recipe.x_len)), int(rng.integers(FEWEST_EXAMPLES, recipe.most_examples + 1))
     most_edges = int(rng.integers(1, 4)) if is_hinted else 4  # easier automata while attention is taught
     task = Seq2SeqTask(x_len=m, phrase_len=PHRASE_LEN, n_examples=k, edge_range=(1, most_edges))
-    places = layout_of("standard", m, PHRASE_LEN, k, bos=True)
-    length = len(places.index)
+    layout = layout_of("standard", m, PHRASE_LEN, k, bos=True)
+    length = len(layout.index)
     prompts = task.sample(max(1, recipe.tokens // length), char_tokenizer(), seed, references=False)
     since = step - recipe.prune_from
     return {
         "ids": prompts.inputs,
-        "inputs": places.inputs,
-        "letters": places.outputs,
+        "inputs": layout.inputs,
+        "letters": layout.outputs,
         "order": prompts.latent["order"],
         "phrases": prompts.latent["phrases"],
         "hint": recipe.hint_weight * min(1.0, 2 - 2 * step / recipe.hint_steps) if is_hinted else 0.0,

@@ -295,13 +295,13 @@ def _best(scores: Table, metric: str) -> dict[str, float]:
 
 def _loss(model: Any, batch: tuple[Tensor, Tensor, Tensor], early_layers: int) -> Float[Tensor, ""]:
     """The weighted loss of the next token, plus that of the early labels after the lower layers, if there are any."""
-    labels, weights, early_labels = (part[:, 1:] for part in batch)
+    labels, weights, early_labels = (column[:, 1:] for column in batch)
     has_early = early_labels != PAD
-    out = model.model(batch[0][:, :-1], use_cache=False, output_hidden_states=bool(has_early.any()))
-    logits = model.lm_head(out.last_hidden_state).float()
+    outputs = model.model(batch[0][:, :-1], use_cache=False, output_hidden_states=bool(has_early.any()))
+    logits = model.lm_head(outputs.last_hidden_state).float()
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     loss = (losses * weights.flatten()).sum()
-    if out.hidden_states is not None:
-        logits = model.lm_head(model.model.norm(out.hidden_states[early_layers][has_early])).float()
+    if outputs.hidden_states is not None:
+        logits = model.lm_head(model.model.norm(outputs.hidden_states[early_layers][has_early])).float()
         loss = loss + F.cross_entropy(logits, early_labels[has_early], reduction="sum")
     return loss / weights.sum()

@@ -76,10 +76,10 @@ def pre_aligned(sampler: DocumentSampler) -> Document:
         aligned = np.broadcast_to(rng.permutation(m), (n, m))
     else:
         aligned = np.argsort(rng.random((n, m)), 1)
-    which = np.take_along_axis(order, aligned, 1)
+    symbols = np.take_along_axis(order, aligned, 1)
     names = sampler.names(m)
     colon = COLON if rng.random() < 0.85 else rng.choice([SEMICOLON, BANG])
-    body = np.concatenate([names[which][..., None], sampler.phrases(which, c)], 2)
+    body = np.concatenate([names[symbols][..., None], sampler.phrases(symbols, c)], 2)
     # Symbols have no weight: to predict the next one after a phrase is to align, which pretraining must not teach.
     return _lines(n, (names[order], 0), (colon, SEPARATOR_WEIGHT), (body, ([0] + [1] * c) * m))
 
@@ -142,9 +142,9 @@ def pairs(sampler: DocumentSampler) -> Document:
     m, c = int(rng.integers(2, MOST_SYMBOLS + 1)), sampler.phrase_len()
     between = [] if rng.random() < 0.3 else [COLON if rng.random() < 0.8 else SEMICOLON]
     n = sampler.lines(c + 2 + len(between))
-    which = rng.integers(0, m, n)
-    names = sampler.names(m)[which]
-    return _lines(n, (names, 0), *((token, SEPARATOR_WEIGHT) for token in between), (sampler.phrases(which, c), 1))
+    symbols = rng.integers(0, m, n)
+    names = sampler.names(m)[symbols]
+    return _lines(n, (names, 0), *((token, SEPARATOR_WEIGHT) for token in between), (sampler.phrases(symbols, c), 1))
 
 
 def phrases(sampler: DocumentSampler) -> Document:
@@ -152,8 +152,8 @@ def phrases(sampler: DocumentSampler) -> Document:
     rng = sampler.rng
     m, c = int(rng.integers(2, MOST_SYMBOLS + 1)), sampler.phrase_len()
     n = sampler.length  # enough even where every phrase is cut to nothing
-    which = rng.integers(0, m, n)
-    ids = np.concatenate([sampler.names(m)[which][:, None], sampler.phrases(which, c)], 1)
+    symbols = rng.integers(0, m, n)
+    ids = np.concatenate([sampler.names(m)[symbols][:, None], sampler.phrases(symbols, c)], 1)
     kept = rng.integers(1, c + 1, n) if rng.random() < 0.5 else np.full(n, c)
     keep = np.arange(c + 1) <= kept[:, None]
     weight = np.tile([0.0] + [1.0] * c, (n, 1))
@@ -176,8 +176,8 @@ def outputs(sampler: DocumentSampler) -> Document:
     m, c = int(rng.integers(2, sampler.most_symbols + 1)), sampler.phrase_len()
     labelled = rng.random() < 0.5
     n = sampler.lines(m * c + 1 + 2 * labelled)
-    which = np.argsort(rng.random((n, m)), 1)
-    body = (sampler.phrases(which, c), ([SEPARATOR_WEIGHT] + [1] * (c - 1)) * m)
+    symbols = np.argsort(rng.random((n, m)), 1)
+    body = (sampler.phrases(symbols, c), ([SEPARATOR_WEIGHT] + [1] * (c - 1)) * m)
     label = [(rng.choice(sampler.names(m), n), 0), (COLON, SEPARATOR_WEIGHT)] if labelled else []
     return _lines(n, *label, body)
 
@@ -274,11 +274,11 @@ class Mixture:
         ids, weights = np.full((n, length), BOS), np.zeros((n, length), np.float32)
         early = np.full((n, length), PAD)
         for row, kind in enumerate(kinds):
-            own = Automata(*(table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges)))
-            text, weight, label = KINDS[kind](DocumentSampler(rng, own, length - 1, self.most_symbols, self.echoed))
+            of_row = Automata(*(table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges)))
+            text, weight, label = KINDS[kind](DocumentSampler(rng, of_row, length - 1, self.most_symbols, self.echoed))
             if kind != "single" and rng.random() < self.swapped:
                 text, label = SWAPPED[text], SWAPPED[label]
-            ids[row, 1:], weights[row, 1:], early[row, 1:] = (part[: length - 1] for part in (text, weight, label))
+            ids[row, 1:], weights[row, 1:], early[row, 1:] = (column[: length - 1] for column in (text, weight, label))
         return torch.from_numpy(ids), torch.from_numpy(weights), torch.from_numpy(early)
 
 

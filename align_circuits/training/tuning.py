@@ -389,9 +389,9 @@ def tune(
 
 def _check_memory(model: HookedModel, data: "_TuningData", config: TuneConfig, seed: int) -> None:
     """Raises a ValueError unless the activations of an update fit into memory."""
-    (prompts, length), (positions,) = (part.shape for part in data.batch(1, seed)[:2])
+    (prompts, length), (positions,) = (tensor.shape for tensor in data.batch(1, seed)[:2])
     layers = model.cfg.n_layers - min(config.chosen_layers or (0,))
-    how: Any = {
+    sizes: dict[str, Any] = {
         "logits": prompts * positions * model.cfg.d_vocab,
         "layers": layers,
         "dropped": len(config.matrices) * (config.dropout > 0),
@@ -399,7 +399,7 @@ def _check_memory(model: HookedModel, data: "_TuningData", config: TuneConfig, s
     }
 
     def needed(length: int) -> float:
-        return of_training(model, prompts, length, **how)
+        return of_training(model, prompts, length, **sizes)
 
     remedy = ", a smaller batch=" + ("" if config.checkpointing else ", checkpointing=True")
     check_memory("tune", model, needed, length, remedy)
@@ -412,8 +412,8 @@ def preset_for(parameters: int) -> Literal["small", "paper"]:
 
 def described(config: TuneConfig) -> str:
     """Returns the settings that are not the paper's, in words."""
-    own, paper = asdict(config), asdict(TuneConfig(method=config.method))
-    changed = [f"{name} {value}" for name, value in own.items() if value != paper[name] and name != "method"]
+    settings, paper = asdict(config), asdict(TuneConfig(method=config.method))
+    changed = [f"{name} {value}" for name, value in settings.items() if value != paper[name] and name != "method"]
     return ", ".join(changed) or "as in the paper"
 
 
@@ -444,10 +444,10 @@ class _TuningData:
         else:
             learned = self.task.sample(self.config.prompts_per_step, self.tokenizer)
         try:
-            own = identity_of(self.task)  # a few prompts do not show all that it draws from
+            task_identity = identity_of(self.task)  # a few prompts do not show all that it draws from
         except Unidentified:
-            own = None
-        task = {"task": type(self.task).__name__, "identity": own, "learned": identity_of(learned)}
+            task_identity = None
+        task = {"task": type(self.task).__name__, "identity": task_identity, "learned": identity_of(learned)}
         return {**task, "probes": probes, "roles": [*self.scored]}
 
     @classmethod
@@ -524,9 +524,9 @@ class _TuningData:
     def _tensors(self, prompts: Prompts) -> tuple[Tensor, ...]:
         if not isinstance(self.task, Seq2SeqTask):
             prompt, query = prompts.column("prompt"), prompts.column("query_pos")
-            positions, place = query.unique(return_inverse=True)
+            positions, column = query.unique(return_inverse=True)
             labels = torch.full((len(prompts), len(positions)), IGNORED)
-            labels[prompt, place] = prompts.column("token")
+            labels[prompt, column] = prompts.column("token")
             end = prompts.tokens.shape[1] if self.whole else int(positions[-1]) + 1
             padded = () if prompts.mask.all() else (prompts.mask[:, :end],)
             return prompts.tokens[:, :end], positions, labels, *padded
@@ -567,5 +567,5 @@ def _clamped_loss(
     """The loss while heads are clamped; `bridge` knows the model's shape."""
     tensors, prompts = batch
     context = BatchContext(prompts, torch.arange(len(prompts)), slice(0, tensors[0].shape[1]))
-    parts = AttentionParts(changes_of(clamps, bridge, context))
-    return _loss(partial(model, attention_parts=parts), tensors, skips=skips)
+    attention_parts = AttentionParts(changes_of(clamps, bridge, context))
+    return _loss(partial(model, attention_parts=attention_parts), tensors, skips=skips)

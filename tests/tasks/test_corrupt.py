@@ -182,4 +182,4 @@ def test_an_unknown_corruption_is_refused():
     unchecked = inspect.unwrap(seq2seq.corrupt_seq2seq)  # without the type checks of the tests
     prompts = Seq2SeqTask(x_len=2, n_examples=1).sample(1, TOKENIZER)
     with pytest.raises(ValueError, match="corruption 'letters': choose one of 'query', 'labels', 'alignment'"):
-        unchecked(prompts, "letters", 0, places=None, ood=False, sample_automata=None)
+        unchecked(prompts, "letters", 0, layout=None, ood=False, sample_automata=None)
