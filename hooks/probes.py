@@ -198,9 +198,9 @@ def _few_tokens(model: Any) -> Tensor:
     return words.to(stored_weights.device_of(bridges.wrapped(model)))
 
 
-def _most_alike(name: str, known: Iterable[str], count: int = 8) -> list[str]:
-    """The names most like a given one, best first."""
-    return difflib.get_close_matches(name, list(known), count, 0)
+def _most_alike(name: str, known: Iterable[str]) -> list[str]:
+    """The eight names most like a given one, best first."""
+    return difflib.get_close_matches(name, list(known), 8, 0)
 
 
 def _two_tokens(model: Any) -> Tensor:

@@ -234,7 +234,8 @@ class _Hashes:
         return self.of(value)
 
     def _code(self, code: CodeType) -> Iterator[str | bytes]:
-        if imported := [name for name in _imported(code) if not (name and _is_installed(name))]:
+        imports = [str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]
+        if imported := [name for name in imports if not (name and _is_installed(name))]:
             raise Unidentified(f"the module {imported[0] or 'beside it'}, imported within a function,")
         yield from ("code", code.co_code, code.co_exceptiontable, repr(code.co_names), repr(code.co_varnames))
         yield from (repr((code.co_freevars, code.co_cellvars, code.co_argcount, code.co_kwonlyargcount)),)
@@ -313,12 +314,6 @@ def _globals(code: CodeType) -> Iterator[tuple[str, ...]]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _globals(constant)
-
-
-def _imported(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME":
-            yield str(instruction.argval)
 
 
 def _at_its_name(function: FunctionType) -> bool:

@@ -41,7 +41,8 @@ def in_batches(
         try:
             run(batch, tokens)
         except RuntimeError as error:
-            if halve_to is None or tokens // 2 < halve_to or not _out_of_memory(error):
+            no_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # CUDA, CPU
+            if halve_to is None or tokens // 2 < halve_to or not no_memory:
                 raise
             tokens //= 2
         else:
@@ -83,8 +84,3 @@ def is_padded_float64(model: Any, prompts: Prompts) -> bool:
 def mlp_width(config: Any) -> int:
     """Returns how wide the hidden layer of an MLP is."""
     return getattr(config, "d_mlp", None) or 4 * config.d_model
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    """Whether smaller batches may help."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -77,8 +77,10 @@ def mean_interval(
         other_errors, other_prompts = _jackknife(*minus)
         mean, prompts = mean - weighted_mean(*minus), np.fmin(prompts, other_prompts)
         # By how much a row's own mean rises where the difference rises by 1.
-        slope = _regressed(errors, errors - other_errors)[:, None]
-        errors, shares = errors - other_errors, slope * shares + (1 - slope) * _shares(minus[1])
+        of_difference = errors - other_errors
+        square = (of_difference**2).sum(1)
+        slope = np.divide((errors * of_difference).sum(1), square, out=np.zeros(len(square)), where=square > 0)[:, None]
+        errors, shares = of_difference, slope * shares + (1 - slope) * _shares(minus[1])
     return _skewed_t(mean, errors, shares, prompts)
 
 
@@ -314,12 +316,6 @@ def _shares(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, "row prompt
     """Each prompt's share of its row's weight; 0 in a row without any."""
     total = weights.sum(1, keepdims=True)
     return np.divide(weights, total, out=np.zeros(weights.shape), where=total > 0)
-
-
-def _regressed(of: Float[ndarray, "row prompt"], on: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:
-    """The slope of the regression of one mean on another, from how far each prompt moves them; 0 without spread."""
-    square = (on**2).sum(1)
-    return np.divide((of * on).sum(1), square, out=np.zeros(len(of)), where=square > 0)
 
 
 def _share_of_variance(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:

@@ -532,8 +532,9 @@ class Table:
             name, compression = (FILES[1], "xz") if compress else (FILES[0], None)
             self.frame.to_csv(new / name, index=False, compression=compression)
             if per_prompt and self.values is not None and self.weights is not None:
-                tensors = {"values": _narrow(self.values), "weights": _narrow(_one_if_equal(self.weights))}
-                save_file(tensors, new / PER_PROMPT)
+                # Where every row rests on the same targets, one row of weights tells all.
+                weights = self.weights[:1] if (self.weights == self.weights[:1]).all() else self.weights
+                save_file({"values": _narrow(self.values), "weights": _narrow(weights)}, new / PER_PROMPT)
             record = json.loads(self.provenance.to_json())
             if texts := _texts_like_numbers(self.frame):
                 record[_TEXTS] = texts
@@ -687,11 +688,6 @@ def _narrow(numbers: Float[ndarray, "row prompt"]) -> Float[ndarray, "row prompt
     return np.ascontiguousarray(single if np.array_equal(single, numbers, equal_nan=True) else numbers)
 
 
-def _one_if_equal(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, "row_or_one prompt"]:
-    """Returns the first row if all are equal, as where every row rests on the same targets."""
-    return weights[:1] if (weights == weights[:1]).all() else weights
-
-
 def _directions(table: Table) -> list[str]:
     """The directions of the patches that a table measures; those kept before they had a column name it as a setting."""
     if "direction" in table.keys:
@@ -716,16 +712,13 @@ def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
         if column.dtype == np.int64:
             continue
         nullable = column.dtype == pd.Int64Dtype()
-        if nullable or (_is_number(column) and (column.dropna() % 1 == 0).all()):
+        is_number = pd.api.types.infer_dtype(column, skipna=True) in ("integer", "integer-na", "floating", "empty")
+        if nullable or (is_number and (column.dropna() % 1 == 0).all()):
             # Nullable only where a key is missing, so that whole columns merge and save as plain integers.
             needed = "Int64" if column.isna().any() else "int64"
             if not (nullable and needed == "Int64"):
                 types[name] = needed
     return frame.astype(types) if types else frame
-
-
-def _is_number(column: Any) -> bool:
-    return pd.api.types.infer_dtype(column, skipna=True) in ("integer", "integer-na", "floating", "empty")
 
 
 _PLACES = {"head": ("layer", "head"), "kv_head": ("layer", "head"), "layer": ("layer",), "edge": ("sender", "receiver")}

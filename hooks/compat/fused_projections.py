@@ -106,15 +106,12 @@ def fused_left_behind(bridge: Any) -> int | None:
             if hasattr(fused.linear, "base_layer"):  # PEFT wrapped it: the adapter is not in the parts
                 return layer
             counts_now, numbers_now = fused.state()
-            if counts != counts_now or not all(map(_are_equal, numbers, numbers_now)):
+            pairs = zip(numbers, numbers_now, strict=False)  # as many, if the counts are the same
+            if counts != counts_now or not all(torch.equal(old.to(new), new) for old, new in pairs):
                 if fused.differs():
                     return layer
                 states[n] = counts_now, numbers_now  # written to, but with the same numbers: not compared again
     return None
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.to(other), other)
 
 
 class _Undrawn(TorchFunctionMode):
