@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
 
-        value: Any = version("align-circuits")
+        value = version("align-circuits")
     elif name in _MODULES:
         value = getattr(import_module(_MODULES[name]), name)
     elif name in _ROOMS:

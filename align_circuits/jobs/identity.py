@@ -317,7 +317,7 @@ def _globals(code: CodeType) -> Iterator[tuple[str, ...]]:
 
 
 def _at_its_name(function: FunctionType) -> bool:
-    at_name: Any = sys.modules.get(function.__module__)
+    at_name = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
         at_name = getattr(at_name, name, None)
     return at_name is function

@@ -570,7 +570,7 @@ class Table:
             texts: list[str] = json.loads(text).get(_TEXTS, [])
             frame = pd.read_csv(path)
             if texts:
-                as_texts: Any = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=[""])
+                as_texts = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=[""])
                 frame = frame.assign(**{name: as_texts[name].astype(object) for name in texts})
             table = cls(frame, provenance)
             table.frame[list(VALUES)].astype(float)

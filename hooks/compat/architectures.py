@@ -50,7 +50,7 @@ def norms_heads_together(bridge: Any, layer: int, site: str) -> bool:
     """
     if site not in ("q", "k") or not is_bridge(bridge):
         return False
-    attention: Any = component(bridge.blocks[layer].attn)
+    attention = component(bridge.blocks[layer].attn)
     norm, width = getattr(attention, f"{site}_norm", None), getattr(attention, "head_dim", 0)
     weight = getattr(component(norm), "weight", None) if norm is not None else None
     return weight is not None and weight.ndim == 1 and len(weight) > width > 0

@@ -52,7 +52,7 @@ def is_spread(model: nn.Module) -> bool:
 
 def leave_indices(model: PreTrainedModel) -> None:
     """Keeps accelerate from moving `logits_to_keep`, indices for the last layer, to the device of the first."""
-    hook: Any = getattr(model, "_hf_hook", None)
+    hook = getattr(model, "_hf_hook", None)
     if hook is not None:
         skipped = [hook.skip_keys] if isinstance(hook.skip_keys, str) else hook.skip_keys or ()
         hook.skip_keys = [*skipped, "logits_to_keep"]
@@ -128,6 +128,6 @@ def _dequantised_heads(linear: Any, letter: str, d_head: int) -> Tensor:
 
 def forget_quantization(model: PreTrainedModel) -> None:
     """Makes a model that was dequantized a plain one, which can be saved."""
-    quantizer: Any = getattr(model, "hf_quantizer", None)
+    quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         quantizer.remove_quantization_config(model)

@@ -1,7 +1,6 @@
 """Which edges a circuit uses: those along which one part writes a subspace that another reads."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -58,7 +57,7 @@ def used_edges(
         return touched([term.query if receiver.site == "q" else term.key for spec in specs for term in spec.qk])
 
     written, read = [writes(sender) for sender in graph.senders], [reads(receiver) for receiver in graph.receivers]
-    pairs: Any = graph.edges.nonzero().tolist()
+    pairs = graph.edges.nonzero().tolist()
     carried = {
         (graph.senders[sender].name, graph.receivers[receiver].name): tuple(
             name for name, basis in stream.items() if (basis.any(1) & written[sender] & read[receiver]).any()

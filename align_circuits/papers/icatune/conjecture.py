@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from align_circuits.papers.claims import Claim
+from align_circuits.papers.icatune.alignment_oracles import align_by_em
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, rows_along
 from align_circuits.papers.statistics import HIGH, mean_rows, rows
-from align_circuits.tasks.em import align_by_em
 from align_circuits.tasks.rng import Rng
 from align_circuits.training.loop import TrainConfig, train
 from align_circuits.training.toy_llama import Recipe, untrained

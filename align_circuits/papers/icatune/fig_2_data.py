@@ -14,6 +14,7 @@ from torch import Tensor
 
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.claims import Claim
+from align_circuits.papers.icatune.alignment_oracles import align_by_em, align_by_likelihood, examples_of
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Study, grids, rows_along
 from align_circuits.papers.statistics import (
     HIGH,
@@ -32,7 +33,6 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.alignment import PriorForm, alignment_prior
 from align_circuits.tasks.automaton import NONE, Automata
-from align_circuits.tasks.em import align_by_em, align_by_likelihood, examples_of
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 # Table 1

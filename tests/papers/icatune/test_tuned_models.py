@@ -17,6 +17,7 @@ from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.icatune import conjecture
 from align_circuits.papers.icatune import figs_1_5_8_11_attention as attention_figures
 from align_circuits.papers.icatune import tuned_models as tuned
+from align_circuits.papers.icatune.alignment_oracles import align_by_em
 from align_circuits.papers.icatune.fig_2_data import _accepted
 from align_circuits.papers.icatune.fig_4_emergence import FIG4
 from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, STANDARD, _methods
@@ -26,7 +27,6 @@ from align_circuits.papers.icatune.tuning_courses import KEYS, LAYERS_APART, bef
 from align_circuits.papers.lab import Inputs
 from align_circuits.papers.statistics import as_rows
 from align_circuits.tables.tables import VALUES, Table
-from align_circuits.tasks.em import align_by_em
 from align_circuits.training.tuning import TuneConfig
 
 ARM = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))

@@ -9,8 +9,8 @@ from legs import slow_but
 from refusals import refused
 
 from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.papers.icatune.alignment_oracles import align_by_em, align_by_likelihood, examples_of
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.tasks.em import align_by_em, align_by_likelihood, examples_of
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 TOKENIZER = char_tokenizer()
