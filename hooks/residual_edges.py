@@ -39,13 +39,9 @@ class ResidualEdges:
         self.graph = Graph.of(model.cfg)
         self._blocks = model.blocks
         self._scales = [architectures.contribution_scale(block) for block in model.blocks]
-        self._weights = [
-            {
-                name: stored_weights.head_weight(block.attn, name)
-                for letter in "QKVO"
-                for name in (f"W_{letter}", f"b_{letter}")
-            }
-            for block in model.blocks
+        names = [f"{kind}_{site}" for site in "QKVO" for kind in "Wb"]
+        self._weights: list[dict[str, Any]] = [
+            {name: stored_weights.head_weight(block.attn, name) for name in names} for block in model.blocks
         ]
 
     def written(self, layer: int, z: Float[Tensor, "prompt pos head d_head"]) -> Float[Tensor, "prompt pos head d"]:

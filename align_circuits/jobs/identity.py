@@ -333,7 +333,8 @@ def _is_installed(module: str | None) -> bool:
         return True
     package = sys.modules.get(top) or importlib.import_module(top)
     # A namespace package has no file, but several folders.
-    paths = [package.__file__] if getattr(package, "__file__", None) else [*getattr(package, "__path__", ())]
+    file = getattr(package, "__file__", None)
+    paths: list[str] = [file] if file else [*getattr(package, "__path__", ())]
     # Not only where this interpreter installs: an environment may read the packages of another one.
     return bool(paths) and all({"site-packages", "dist-packages"} & {*Path(path).parts} for path in paths)
 

@@ -141,17 +141,13 @@ def _check_same_logits(bridge: Any, tokens: Tensor, expected: Tensor) -> None:
     """
     shapes: dict[tuple[Site, int], torch.Size] = {}
 
-    def note(activation: Tensor, hook: Any, site_and_layer: tuple[Site, int]) -> None:  # noqa: ARG001 - its keyword
-        shapes[site_and_layer] = activation.shape
+    def note(activation: Tensor, hook: Any, point: tuple[Site, int]) -> None:  # noqa: ARG001 - its keyword
+        shapes[point] = activation.shape
 
-    sites: list[tuple[Site, int]] = [
+    points: list[tuple[Site, int]] = [
         (site, layer) for layer in range(bridge.cfg.n_layers) for site in HEAD_SITES if site != "pattern"
     ]
-    hooks = [
-        (name_of(*site_and_layer), partial(note, place=site_and_layer))
-        for site_and_layer in sites
-        if name_of(*site_and_layer) in bridge.hook_dict
-    ]
+    hooks = [(name_of(*point), partial(note, point=point)) for point in points if name_of(*point) in bridge.hook_dict]
     try:
         with torch.no_grad(), evaluating(bridge):
             logits = bridge.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]

@@ -22,12 +22,13 @@ def merged_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
     Adapters stay apart where the sum would be rounded or is none: on weights narrower than float32, with other variants
     than plain LoRA, and where they are switched off.
     """
-    replaced: list[tuple[Any, nn.Module, nn.Parameter]] = []
+    replaced: list[tuple[Any, Any, nn.Parameter]] = []
     try:
-        for layer in [module for module in modules if "merged_adapters" in vars(module)]:
+        layers: list[Any] = [module for module in modules if "merged_adapters" in vars(module)]
+        for layer in layers:
             from peft.tuners.lora import Linear  # imported already by whoever made the adapter
 
-            base: Any = layer.base_layer
+            base = layer.base_layer
             plain = type(layer) is Linear and not (layer.merged or layer.disable_adapters or layer.lora_variant)
             unrounded = base.weight.dtype in (torch.float32, torch.float64) and not base.weight.is_meta
             hooked = any(map(is_hooked, (layer, *layer.lora_A.values(), *layer.lora_B.values())))
@@ -95,7 +96,9 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - of one output
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
         tokens, weight, a, b = ctx.saved_tensors
         # The sum of weights is made again: kept for all layers, they would take as much memory as the weights.
         of_tokens = gradient @ torch.addmm(weight, b, a, alpha=ctx.scaling) if ctx.needs_input_grad[0] else None

@@ -132,8 +132,9 @@ def wire_hooks(modules: Iterable[nn.Module]) -> None:
     `hook_mlp_in`, `hook_q_input` and, where a model scales what its layers add, `hook_attn_out` would be dead.
     """
     for module in modules:
-        if _wires_hooks(type(module)):
-            type(module)._maybe_wire_capture_hooks(module)
+        kind: Any = type(module)
+        if _wires_hooks(kind):
+            kind._maybe_wire_capture_hooks(module)
 
 
 @cache

@@ -29,7 +29,8 @@ class _Fused:
     @classmethod
     def of(cls, block: Any) -> "Iterator[_Fused]":
         """Yields those of a layer."""
-        attention, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+        attention: Any = getattr(block, "attn", None)
+        mlp: Any = getattr(block, "mlp", None)
         if (split := getattr(attention, "split_qkv_matrix", None)) is not None:
             parts = [component(getattr(attention, name)) for name in ("q", "k", "v")]
             yield cls(component(getattr(attention, "qkv", None)), component(attention), parts, split)
@@ -49,7 +50,9 @@ class _Fused:
             for part, part_now in pairs:
                 for name in ("weight", "bias"):
                     old, new = getattr(part, name, None), getattr(part_now, name, None)
-                    if (old is None) != (new is None) or (old is not None and not torch.equal(old, new.to(old))):
+                    if (old is None) != (new is None):
+                        return True
+                    if old is not None and new is not None and not torch.equal(old, new.to(old)):
                         return True
         return False
 
@@ -101,7 +104,8 @@ def split_anew(bridge: Any) -> None:
 
 def fused_left_behind(bridge: Any) -> int | None:
     """Returns the first layer with a fused projection that was changed or adapted, but not the parts that compute."""
-    for layer, states in enumerate(_STATES.get(bridge, ()) if isinstance(bridge, nn.Module) else ()):
+    by_layer = _STATES.get(bridge, ()) if isinstance(bridge, nn.Module) else ()
+    for layer, states in enumerate(by_layer):
         for n, (fused, (counts, numbers)) in enumerate(zip(_Fused.of(bridge.blocks[layer]), states, strict=True)):
             if hasattr(fused.linear, "base_layer"):  # PEFT wrapped it: the adapter is not in the parts
                 return layer

@@ -149,7 +149,8 @@ def remembered(model: Any) -> Callable[..., None]:
 
 def remembered_filters() -> Callable[[], None]:
     """Returns a function that puts the filters of warnings back to what they are now."""
-    filters, before = warnings.filters, list(warnings.filters)
+    filters: Any = warnings.filters  # a list, though annotated as a sequence
+    before = list(filters)
 
     def restore() -> None:
         if warnings.filters is not filters or filters != before:
