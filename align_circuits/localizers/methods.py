@@ -175,6 +175,7 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
     cfg, device = model.cfg, device_of(model)
     names = [name_of("z", layer) for layer in range(cfg.n_layers)]
     corrupted = {name: z.to(device) for name, z in capture(model, noised.source, names).items()}
+    # sigmoid(2) = .88: the gates begin nearly open, where the sigmoid is not yet flat.
     gates = torch.full((cfg.n_layers, cfg.n_heads), 2.0, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([gates], lr=_MASK_RATE)
     tokens, mask = noised.inputs(device)

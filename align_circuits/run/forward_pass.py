@@ -295,7 +295,7 @@ def _run_decoder(
     decoder: Decoder, batch: Batch, on_pattern: OnPattern | None, _within: Hooks, *, keep_logits: bool
 ) -> Float[Tensor, "row d_vocab"]:
     """Runs the parts of a model; hooks do not fire."""
-    kept = batch.query.unique() if keep_logits else batch.query[:1]
+    kept = batch.query.unique() if keep_logits else batch.query[:1]  # as in `_bridge_logits`
     run = Replay.run(
         decoder, batch.tokens, batch.mask, queries=kept, keep=(), starts=[0], probe=batch.probe(on_pattern)
     )

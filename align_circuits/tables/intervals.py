@@ -247,7 +247,9 @@ def p_above_zero(values: Float[ndarray, "row prompt"], weights: Float[ndarray, "
     bends = np.stack([skew, skew - 3 * pull])
     p = stdtr(np.maximum(prompts - 1, 1), -(t + bends * t**2 / 3 + bends**2 * t**3 / 27 + skew / 6)).max(0)
     alike = np.where(mean > 0, 0.5 ** (weights > 0).sum(1), 1.0)
-    return np.where(prompts > 1 + 1e-9, np.where(spread, p, alike), 1.0)
+    return np.where(
+        prompts > 1 + 1e-9, np.where(spread, p, alike), 1.0
+    )  # (Σw)²/Σw² of one prompt is 1 but for rounding
 
 
 def benjamini_hochberg(p: Float[ndarray, " test"]) -> Float[ndarray, " test"]:
@@ -279,7 +281,7 @@ def _majority(
     counts = (weights > 0).sum(1)
     ordered = np.sort(np.where(weights > 0, values, np.inf), axis=1)
     same = np.take_along_axis(ordered, np.maximum(counts - 1, 0)[:, None] // 2, axis=1)
-    differ = (weights > 0) & ~(np.abs(values - same) <= 1e-9)
+    differ = (weights > 0) & ~(np.abs(values - same) <= 1e-9)  # but for rounding; negated, so that NaN differs
     return same[:, 0], (_shares(weights) * differ).sum(1), differ.sum(1)
 
 
@@ -288,7 +290,7 @@ def _betting_low(
 ) -> Float[ndarray, " row"]:
     """The lower end of `betting_interval`, or `floor` where that is higher; at most the mean. NaN where `floor` is."""
     mean, counted = weighted_mean(values, weights), weights > 0
-    share = weights / np.maximum(weights.max(1, keepdims=True), 1e-300)
+    share = weights / np.maximum(weights.max(1, keepdims=True), 1e-300)  # not 0 / 0 in a row without weight
     known = np.where(counted, values, 0)
     means = (0.5 + (share * known).cumsum(1)) / (1 + share.cumsum(1))
     spread = (0.25 + (share**2 * (known - means) ** 2).cumsum(1)) / (1 + counted.cumsum(1))
@@ -351,6 +353,7 @@ def _skewed_t(
     error = np.linalg.norm(errors, axis=1)
     relative = np.divide(errors, error[:, None], out=np.zeros(errors.shape), where=error[:, None] > 0)
     skew, pull = (relative**3).sum(1), (relative * shares).sum(1)
+    # Log odds are infinite at 0 and 1, where the callers have other bounds.
     scale, within, skews = np.ones(len(mean)), np.clip(mean, 1e-9, 1 - 1e-9), skew[None]
     if odds:
         scale = 1 / (within * (1 - within))

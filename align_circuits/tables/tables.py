@@ -332,7 +332,8 @@ class Table:
             common = {key: column.iloc[0] for key, column in columns.items() if column.nunique(dropna=False) == 1}
             by = best_end(self.provenance.verb, self.provenance.settings, common)
         order = {"highest": -value, "lowest": value, "absolute": -np.abs(value)}[by]
-        best = np.argsort(order, kind="stable")[: min(n, int((~np.isnan(value)).sum()))]  # NaN sorts last
+        # NaN sorts last; stable, so that ties keep the order of the table on every machine.
+        best = np.argsort(order, kind="stable")[: min(n, int((~np.isnan(value)).sum()))]
         return table._rows(best)
 
     @checked

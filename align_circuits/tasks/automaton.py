@@ -125,7 +125,7 @@ class Automata:
     ) -> Bool[Tensor, " prompt *which letter"]:
         """Returns which letters an edge out of each state has; none if the state is `NONE`."""
         letters = self._edges(self.letter, symbol, state).long()
-        mask = torch.zeros(*symbol.shape, n_letters + 1, dtype=torch.bool)
+        mask = torch.zeros(*symbol.shape, n_letters + 1, dtype=torch.bool)  # the last column is that of missing edges
         return mask.scatter_(-1, torch.where(letters == NONE, n_letters, letters), True)[..., :-1]
 
     def _first_row(self, symbol: Int[Tensor, " prompt *which"]) -> Int[Tensor, " prompt *which"]:

@@ -74,6 +74,7 @@ def corrupt_seq2seq(
         # the clean prompt, nothing is known.
         rows = torch.arange(len(prompts))[:, None]
         letters = prompts.latent["letter"][rows, copied[:, -1], 0].long()
+        # A missing edge has letter -1, which falls into column 0.
         known = torch.nn.functional.one_hot(letters + 1, len(prompts.answer_tokens) + 1).any(2)[..., 1:]
         own_correct = torch.zeros_like(prompts.correct).unflatten(0, (len(prompts), m, -1))
         own_correct[:, :, 0] = known
