@@ -24,7 +24,7 @@ class NamesOfFiles(Contract):
         everywhere = {name.rpartition(".")[2] for name in modules}
         exported = set(align_circuits.__all__)
         clashes = []
-        linked = [path for room in ("hooks", "validation") for path in (PACKAGE / room).glob("*.py")]
+        linked = [path for room in ("hooks", "validation") for path in (PACKAGE / room).rglob("*.py")]
         for path in sorted([*PACKAGE.rglob("*.py"), *linked]):  # rglob follows no symlink
             room = ".".join((PACKAGE.name, *path.relative_to(PACKAGE).parts[:-1]))
             for node in ast.parse(path.read_text(encoding="utf-8")).body:

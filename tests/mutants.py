@@ -43,7 +43,7 @@ from cosmic_ray.operators.provider import OperatorProvider
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "runs" / "mutants"
 CORE = [
-    "hooks/*.py",
+    "hooks/**/*.py",
     "align_circuits/heads/*.py",
     "align_circuits/circuits/*.py",
     "align_circuits/prompts/*.py",

@@ -2,8 +2,8 @@
 
 What validates the package itself, and what goes beyond the papers, stands in `benchmarks/validation` and
 `benchmarks/beyond` of a checkout, imported as `align_circuits.validation` and `align_circuits.beyond`; an installed
-wheel has no such modules. Another package registers an experiment (`study.Experiment`) by its name
-under the entry-point group `align_circuits.experiments`, in its `pyproject.toml`:
+wheel has no such modules. Another package registers an experiment (`lab.Experiment`) by its name under the entry-point
+group `align_circuits.experiments`, in its `pyproject.toml`:
 
     [project.entry-points."align_circuits.experiments"]
     "my-paper/fig1" = "my_package.module:FIG1"
