@@ -92,8 +92,8 @@ def check_argument(function: str, name: str, value: Any, hint: Any) -> None:
         return
     lists = [kind for kind in kinds if _is_list(kind)]
     if lists and isinstance(value, list | tuple):  # the first item that does not fit says more than the whole
-        place = next(place for place, item in enumerate(value) if not _item_fits(item, get_args(lists[0])[0]))
-        name, value, hint = f"{name}[{place}]", value[place], get_args(lists[0])[0]
+        index = next(index for index, item in enumerate(value) if not _item_fits(item, get_args(lists[0])[0]))
+        name, value, hint = f"{name}[{index}]", value[index], get_args(lists[0])[0]
         kinds = _alternatives(hint)
         lists = [kind for kind in kinds if _is_list(kind)]
     names = [getattr(kind, "__name__", "") for kind in kinds]
@@ -123,11 +123,11 @@ def _fits(value: Any, hint: Any) -> bool:
             return False
         return not isinstance(value, Sequence) or all(_item_fits(item, inner[0]) for item in _to_check(value, inner[0]))
     if origin is tuple and Ellipsis not in inner:
-        numeric = all(part in (int, float) for part in inner)
+        numeric = all(kind in (int, float) for kind in inner)
         return (
             isinstance(value, tuple | list)
             and len(value) == len(inner)
-            and (not numeric or all(_fits(item, part) for item, part in zip(value, inner, strict=True)))
+            and (not numeric or all(_fits(item, kind) for item, kind in zip(value, inner, strict=True)))
         )
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(
@@ -191,9 +191,9 @@ def _in_words(hint: Any) -> str:
     if hasattr(hint, "array_type"):
         return f"a tensor [{hint.dim_str}]"
     if origin is tuple:
-        return f"a tuple ({', '.join(_in_words(part) for part in inner)})"
+        return f"a tuple ({', '.join(_in_words(kind) for kind in inner)})"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"a dict ({' -> '.join(_in_words(part) for part in inner)})"
+        return f"a dict ({' -> '.join(_in_words(kind) for kind in inner)})"
     if origin is Callable:
         return "a function"
     names = {"int": "an int", "float": "a number", "str": "a text", "bool": "True or False"}

@@ -28,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.run.forward_pass import forward
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.validation.costs import (
     ModelShape,
     PromptSizes,

@@ -31,7 +31,8 @@ from patching import HEADS, TASK, network, processor, timed
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 LAYERS, STEPS = 8, 5
 METHODS = {"eap": "EAP", "eap_ig_inputs": "EAP-IG-inputs"}

@@ -26,7 +26,8 @@ from torch import nn
 from align_circuits.papers.abrupt.grid import CPU, PAPER, Size, network, train_on_exemplars
 from align_circuits.papers.abrupt.progress_measures import Evaluation, measure
 from align_circuits.papers.abrupt.task import Worlds
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 
 class Plain(nn.Module):

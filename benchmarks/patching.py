@@ -34,7 +34,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 TASK = ac.Seq2SeqTask(x_len=13, phrase_len=1, n_examples=15)
 EDITED, HEADS = 28, 8

@@ -34,7 +34,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import align_circuits as ac
 from align_circuits.models.smollm2 import converted_smollm2
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 LAYERS = 8
 Patched = Callable[[int, int], float]

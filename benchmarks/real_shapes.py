@@ -30,7 +30,8 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 import align_circuits as ac
 from align_circuits.hooks.attention import raw_attention
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 TASK = ac.Seq2SeqTask(x_len=8, phrase_len=4, n_examples=15)
 SHAPES = {

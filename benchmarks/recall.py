@@ -28,7 +28,8 @@ from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, next_token_loss
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.training.loop import train
 
 

@@ -31,7 +31,8 @@ import align_circuits as ac
 from align_circuits.hooks.edits import groups_of
 from align_circuits.models.planted.zoo import zoo_circuit
 from align_circuits.tables.intervals import binomial_interval, proportion, weighted_mean
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 LAYERS, WIDTH = 8, 256
 SHARE, SHARES = 0.25, (0.1, 0.25, 0.5)

@@ -34,7 +34,8 @@ from tempfile import TemporaryDirectory
 
 import pandas as pd
 
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 LOCALIZE = """
 import time, torch, align_circuits as ac

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 
 def table_of(rows: Any, **columns: Any) -> Table:

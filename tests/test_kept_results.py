@@ -15,7 +15,8 @@ from align_circuits.cli.experiments_list import kept_verdicts
 from align_circuits.papers.claims import Check
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.statistics import Measured, exact, over_seeds, share_of
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

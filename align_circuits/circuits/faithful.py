@@ -26,7 +26,8 @@ from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import EDIT_SETS_A_PART
 from align_circuits.tables import intervals as stats
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of edges at which Mueller et al. (2025) measure a circuit."""

@@ -29,7 +29,7 @@ class Ablate(EffectVerb):
         ]  # which tells whether the model solves the task
         table = ablate_heads(model, prompts, self.how, metrics=metrics, screen=self.screen, options=self.options)
         over = {"kind": "over tokens of one kind", "position": "over one position"}
-        how = f"mean {over[table.provenance.settings['by']]}" if self.how == "mean" else self.how
+        replaced_by = f"mean {over[table.provenance.settings['by']]}" if self.how == "mean" else self.how
         self.write(
             results,
             table,
@@ -37,6 +37,6 @@ class Ablate(EffectVerb):
             self.metric,
             how=f"{len(prompts)} prompts, {self.how} ablation, change of {self.metric}",
             title=f"Heads of {self.model} ablated",
-            what=f"Change of {self.metric} when one head is ablated ({how})",
+            what=f"Change of {self.metric} when one head is ablated ({replaced_by})",
             but="A head whose work others take over shows no change: ablate such heads together.",
         )

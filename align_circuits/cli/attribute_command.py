@@ -24,7 +24,7 @@ class Attribute(EffectVerb):
         """Measures and writes."""
         model, pair = self.prepare_pair(metric=self.metric, direction=self.direction)
         table = attribute_heads(model, pair, method=self.method, sites=(self.site,), options=self.options)
-        part = "output" if self.site == "z" else self.site
+        attributed = "output" if self.site == "z" else self.site
         self.write(
             results,
             table,
@@ -32,6 +32,6 @@ class Attribute(EffectVerb):
             self.metric,
             how=f"{len(pair.clean)} pairs, {self.direction}, {self.method} of {self.metric}",
             title=f"Heads of {self.model}: attribution",
-            what=f"What patching one head's {part} would change, estimated by {self.method}",
+            what=f"What patching one head's {attributed} would change, estimated by {self.method}",
             but=f"{self.corruption} Check the best ones with align-circuits patch, which is exact.",
         )

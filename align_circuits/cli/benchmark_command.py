@@ -59,8 +59,8 @@ class Benchmark(Verb):
         config = Zoo(whole.first, self.circuits, methods)
         with self.workers.executor(self.folder) as executor:
             table = experiment.run(config, jobs=self.workers.jobs, folder=self.folder, executor=executor)
-        found = overview(table)
-        print(f"{self.circuits} circuits; means over them\n\n{found.to_string(float_format='{:.2f}'.format)}")
+        means = overview(table)
+        print(f"{self.circuits} circuits; means over them\n\n{means.to_string(float_format='{:.2f}'.format)}")
         self.finish(
             results,
             table,
@@ -69,7 +69,7 @@ class Benchmark(Verb):
             facts={"circuits": str(self.circuits), "command": command_line("benchmark", self, Benchmark())},
             summary="Means over circuits whose heads are known. A cost is in passes of the model over all prompts.",
             sections=[
-                ("Overview", "", found.reset_index().to_html(index=False, float_format="{:.2f}".format, na_rep="")),
+                ("Overview", "", means.reset_index().to_html(index=False, float_format="{:.2f}".format, na_rep="")),
                 *((name, "", figure) for name, figure in experiment.draw(table).items()),
                 ("All numbers", "", table),
             ],

@@ -45,8 +45,8 @@ def print_progress(run: Path) -> None:
         if not sweeps:
             raise
         runs = []
-    for unit, found in (("jobs", runs), ("parts", sweeps)):
-        for progress in found:
+    for unit, in_progress in (("jobs", runs), ("parts", sweeps)):
+        for progress in in_progress:
             started = time.strftime("%Y-%m-%d %H:%M", time.localtime(progress.started))
             counts = f"{progress.done} done, {progress.running} running, {progress.waiting} waiting"
             left = progress.seconds_left

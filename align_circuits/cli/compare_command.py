@@ -12,7 +12,8 @@ import tyro
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb
 from align_circuits.report.page import Section
-from align_circuits.tables.tables import VALUES, Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import VALUES, Table
 
 SHOWN = 10
 """The rows that are printed; the report has more and the table all."""
@@ -34,9 +35,9 @@ class Compare(Verb):
         """Runs the verb."""
         tables = [_loaded(folder) for folder in (self.first, self.second)]
         table, paired = differences(*tables)
-        settings, claims = (part(*tables) for part in (settings_that_differ, claims_of))
+        settings, claims = (compared(*tables) for compared in (settings_that_differ, claims_of))
         differing = _differing(table)
-        left_out = [f"{len(each) - len(table)} stand in {name} alone" for name, each in zip("AB", tables, strict=True)]
+        left_out = [f"{len(run) - len(table)} stand in {name} alone" for name, run in zip("AB", tables, strict=True)]
         summary = f"{len(table) - len(differing)} of {len(table)} numbers are equal in A and B ({', '.join(left_out)})."
         if len(differing) or not paired:
             why = "with 95% intervals over the same prompts" if paired else "without intervals: the prompts differ"
@@ -100,8 +101,8 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
     except ValueError:
         pass  # other rows, such as other lengths: no pairs of prompts, and no intervals
     frame = frame.sort_values("value", key=lambda values: values.abs(), ascending=False, kind="stable")
-    made = Provenance("compare", {"A": asdict(first.provenance), "B": asdict(second.provenance)})
-    return Table(frame.reset_index(drop=True), made), bool(frame["low"].notna().any())
+    provenance = Provenance("compare", {"A": asdict(first.provenance), "B": asdict(second.provenance)})
+    return Table(frame.reset_index(drop=True), provenance), bool(frame["low"].notna().any())
 
 
 def _by(keys: list[str], table: Table) -> Table:
@@ -126,8 +127,8 @@ def settings_that_differ(first: Table, second: Table) -> pd.DataFrame:
     one, other = (
         {
             name: value
-            for part in ("settings", "model", "data", "versions")
-            for name, value in _flat(getattr(table.provenance, part), part)
+            for entry in ("settings", "model", "data", "versions")
+            for name, value in _flat(getattr(table.provenance, entry), entry)
         }
         for table in (first, second)
     )
@@ -149,7 +150,7 @@ def claims_of(first: Table, second: Table) -> pd.DataFrame:
         {check.claim: (str(check.measured), check.verdict) for check in experiment.check(table)}
         for table in (first, second)
     )
-    rows = [(claim, *found, *other[claim]) for claim, found in one.items() if claim in other]
+    rows = [(claim, *numbers, *other[claim]) for claim, numbers in one.items() if claim in other]
     return pd.DataFrame(rows, columns=columns)
 
 

@@ -23,7 +23,8 @@ from align_circuits.cli.workers import Workers
 from align_circuits.jobs.files import inside, replacing
 from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.report.page import Section
-from align_circuits.tables.tables import VALUES, Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import VALUES, Table
 
 OUTPUT = "output.txt"
 """What a verb printed, beside its results."""
@@ -64,8 +65,8 @@ class Each(Verb):
         frames = [table.frame.assign(**_keys(run)) for table, run in zip(tables, runs, strict=True)]
         rows: Any = pd.concat(frames, ignore_index=True)
         keys = [*_keys(runs[0]), *(column for column in tables[0].frame if column not in VALUES)]
-        made = Provenance("each", self.settings, model={}, data={})
-        table = Table(rows[[*keys, *(column for column in rows if column not in keys)]], made)
+        provenance = Provenance("each", self.settings, model={}, data={})
+        table = Table(rows[[*keys, *(column for column in rows if column not in keys)]], provenance)
         sections: list[Section] = [("Runs", "Each has a report of its own.", _links(runs, results))]
         if len(self.seeds) > 1:
             means = table.over_seeds()
@@ -84,9 +85,9 @@ class Each(Verb):
             raise ValueError('no verb: give one behind "--", such as: each --seeds 0 1 2 -- tune --steps 100')
         words = [*self.command[1:], *(word for variant in self.variants for word in _options(variant))]
         taken = {"--out", "--overwrite", "--jobs", "--on", "--seed"} | ({"--model"} if self.models else set())
-        if own := sorted(taken & {word.partition("=")[0] for word in words}):
+        if refused := sorted(taken & {word.partition("=")[0] for word in words}):
             raise ValueError(
-                f"{own[0]} behind the verb: each run has its own; give it, or --models and --seeds, to each"
+                f"{refused[0]} behind the verb: each run has its own; give it, or --models and --seeds, to each"
             )
         wanted = [*product(self.models or (None,), self.variants, self.seeds)]
         names = [_folder_name(*each) for each in wanted]
@@ -99,16 +100,16 @@ class Each(Verb):
 
 
 def _folder_name(model: str | None, variant: str, seed: int) -> str:
-    parts = [model or "", variant, f"seed-{seed}"]
-    return "_".join(part for part in (re.sub(r"[^\w.]+", "-", each).strip("-.") for each in parts) if part)
+    names = [model or "", variant, f"seed-{seed}"]
+    return "_".join(name for name in (re.sub(r"[^\w.]+", "-", raw).strip("-.") for raw in names) if name)
 
 
 def _table_of(run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Table:
     """The table in the folder of a run that is done; made anew if another command has written there meanwhile."""
     folder = Path(run["folder"])
-    made = pd.DataFrame(rows, columns=["value"])["value"].to_numpy(dtype=float)
-    there = Table.load(folder) if (folder / "provenance.json").is_file() else None
-    if there is None or not np.array_equal(there.frame["value"].to_numpy(dtype=float), made, equal_nan=True):
+    values = pd.DataFrame(rows, columns=["value"])["value"].to_numpy(dtype=float)
+    earlier = Table.load(folder) if (folder / "provenance.json").is_file() else None
+    if earlier is None or not np.array_equal(earlier.frame["value"].to_numpy(dtype=float), values, equal_nan=True):
         run_once(**run)
     return Table.load(folder)
 
@@ -142,10 +143,10 @@ def run_once(
 def _options(variant: str) -> list[str]:
     """The options of a variant, NAME=VALUE each, as words of a command line."""
     words = []
-    for part in shlex.split(variant):
-        name, equals, value = part.partition("=")
+    for word in shlex.split(variant):
+        name, equals, value = word.partition("=")
         if not name or name.startswith("-") or not equals:
-            raise ValueError(f"--variants {variant!r}: {part!r} is not NAME=VALUE, such as x-len=3")
+            raise ValueError(f"--variants {variant!r}: {word!r} is not NAME=VALUE, such as x-len=3")
         words += [f"--{name}", value]
     return words
 
@@ -183,7 +184,7 @@ def _verbs() -> dict[str, type[PromptVerb]]:
     from align_circuits.cli.score_command import Score
     from align_circuits.cli.tune_command import Tune
 
-    return {each.__name__.lower(): each for each in (Score, Evaluate, Ablate, Patch, Attribute, Localize, Tune)}
+    return {verb.__name__.lower(): verb for verb in (Score, Evaluate, Ablate, Patch, Attribute, Localize, Tune)}
 
 
 def _keys(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ SCALE = (
 )
 """What normalised effects mean."""
 
-_PLACE = ("site", "positions")
+_SITE_KEYS = ("site", "positions")
 """The keys of what is patched beside layer and head."""
 
 OF_TARGETS = tyro.conf.arg(help='What is measured of each target; "logit_diff" needs a file with wrong answers.')
@@ -44,36 +44,36 @@ class EffectVerb(SweepVerb):
         self, results: Results, table: Table, prompts: Prompts, metric: str, how: str, title: str, what: str, but: str
     ) -> None:
         """Prints how it was measured and the heads that matter most; writes the results, with `what` and `but`."""
-        parts = dict(_parts(table, metric))
-        lines = [(f"{place}: " if place else "") + best_of(part, metric) for place, part in parts.items()]
+        tables = dict(_by_site(table, metric))
+        lines = [(f"{site}: " if site else "") + best_of(of_site, metric) for site, of_site in tables.items()]
         print("\n".join([f"{self.model}: {how}\n", *(f"  {line}" for line in lines), "", *table.remarks]))
         summary = "\n\n".join([f"{what}, largest first: {lines[0]}. {but}", *lines[1:], *table.remarks])
-        sections = list(_sections(table, parts, metric, prompts))
+        sections = list(_sections(table, tables, metric, prompts))
         self.finish(results, table, title=title, summary=summary, sections=sections)
 
 
-def _sections(table: Table, parts: Mapping[str, Table], metric: str, prompts: Prompts) -> Iterator[Section]:
+def _sections(table: Table, tables: Mapping[str, Table], metric: str, prompts: Prompts) -> Iterator[Section]:
     """Yields the sections of a report: the heads that matter most, maps of all heads, a prompt, the table."""
     unit = UNITS.get(metric, "share")
-    for place, of_all in parts.items():
-        where = f", {place}" if place else ""
+    for site, of_all in tables.items():
+        ending = f", {site}" if site else ""
         drawn = plots.top_heads(of_all, [metric], 10, by="absolute")
-        yield f"What matters most{where}", "The largest effects, up or down, with 95% intervals over prompts.", drawn
+        yield (f"What matters most{ending}", "The largest effects, up or down, with 95% intervals over prompts.", drawn)
         of_heads = "head" in set(of_all.frame["level"])
         maps = [plots.position_map(of_all, prompts)] if "position" in table.keys else []
         if of_heads and "kind" in table.keys:
             kinds = kinds_of(table.frame)
-            same = {key: of_all.frame[key].iloc[0] for key in _PLACE if key in table.keys}
+            same = {key: of_all.frame[key].iloc[0] for key in _SITE_KEYS if key in table.keys}
             maps = [plots.head_maps(_measured(table).where(metric=metric, **same), kinds, by="kind", unit=unit)]
         elif of_heads:
             maps = [plots.head_maps(of_all, [metric], unit=unit)]
         if maps:
-            yield f"All {'heads' if of_heads else 'positions'}{where}", "Hover for a number and its interval.", maps
+            yield (f"All {'heads' if of_heads else 'positions'}{ending}", "Hover for a number and its interval.", maps)
         shares = of_all.normalized() if table.is_paired else None
         if shares is not None and not np.isnan(shares.frame["value"].to_numpy(dtype=float)).all():
             drawn = [plots.top_heads(shares, [metric], 10, by="absolute")]
             drawn += [plots.head_maps(shares, [metric], unit="share")] if of_heads else []
-            yield f"Normalised{where}", SCALE, drawn
+            yield f"Normalised{ending}", SCALE, drawn
     if table.baselines is not None:
         yield (
             "Without an edit",
@@ -82,21 +82,21 @@ def _sections(table: Table, parts: Mapping[str, Table], metric: str, prompts: Pr
         )
     if "estimated" in table.keys and True in set(table.frame["estimated"]):
         screened = table.where(metric=metric, kind="all", estimated=True)
-        drawn = [plots.head_maps(part, [metric], unit=unit) for _, part in _by_place(screened)]
+        drawn = [plots.head_maps(estimates, [metric], unit=unit) for _, estimates in _of_sites(screened)]
         yield "Estimates", "To first order: these heads were screened out, and not run.", drawn
     yield "A prompt", legend_of(prompts), prompts.to_html(0)
     yield "All numbers", "", distinct(table)
 
 
-def _parts(table: Table, metric: str) -> Iterator[tuple[str, Table]]:
+def _by_site(table: Table, metric: str) -> Iterator[tuple[str, Table]]:
     """Yields the measured rows of one metric over all targets, for each site and each group of positions."""
     of_all = {"kind": "all"} if "kind" in table.keys else {}
-    yield from _by_place(_measured(table).where(metric=metric, **of_all))
+    yield from _of_sites(_measured(table).where(metric=metric, **of_all))
 
 
-def _by_place(table: Table) -> Iterator[tuple[str, Table]]:
+def _of_sites(table: Table) -> Iterator[tuple[str, Table]]:
     """Yields the rows of each site and each group of positions, by a name; no name where there is one of each."""
-    keys = [key for key in _PLACE if key in table.keys]
+    keys = [key for key in _SITE_KEYS if key in table.keys]
     frame: Any = table.frame
     several = [key for key in keys if frame[key].nunique() > 1]
     for _, row in frame[keys].drop_duplicates().iterrows():

@@ -227,9 +227,9 @@ class Output:
 
     def write(self, text: str) -> int:
         """Writes a text, or drops it if the pipe is closed."""
-        parts = self._allowed.split(text)  # every other part is what is allowed
+        pieces = self._allowed.split(text)  # every other part is what is allowed
         with self._or_dropped():
-            self.raw.write("".join(part if at % 2 else printable(part) for at, part in enumerate(parts)))
+            self.raw.write("".join(piece if index % 2 else printable(piece) for index, piece in enumerate(pieces)))
         return len(text)
 
     def flush(self) -> None:

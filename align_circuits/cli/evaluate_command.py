@@ -29,14 +29,14 @@ class Evaluate(PromptVerb):
         accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}
         sections: list[Section] = [("Accuracy", "", plots.accuracy(table)), ("All numbers", "", shown)]
         if self.prompts is not None:
-            found: Any = answers(model, prompts, options=self.options)
+            answered: Any = answers(model, prompts, options=self.options)
             ends = [f"…{text[-60:]}" if len(text) > 60 else text for text in prompts.text]
-            found.insert(1, "text", [ends[prompt] for prompt in found["prompt"]])
-            wrong = found[~found["right"]]
+            answered.insert(1, "text", [ends[prompt] for prompt in answered["prompt"]])
+            wrong = answered[~answered["right"]]
             rows = wrong.head(5).to_dict("records")
             print("".join(f"\n  {row['answer']!r}, not {row['target']!r}: {row['text']}" for row in rows))
-            found = found.sort_values(["right", "p"], kind="stable").head(200)
-            page = found.to_html(index=False, border=0, float_format="{:.2f}".format)
+            answered = answered.sort_values(["right", "p"], kind="stable").head(200)
+            page = answered.to_html(index=False, border=0, float_format="{:.2f}".format)
             sections.insert(1, ("Answers", "Wrong ones first.", f'<div class="wide">{page}</div>'))
         summary = f"{accuracy['model']} of all target tokens are correct"
         if "history" in accuracy:

@@ -82,24 +82,25 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
         "and no earlier results. Claims are those of the results that the project keeps; its documentation says which",
         "fail, and why.",
     ]
-    ordered = sorted(experiments, key=lambda each: [*TITLES].index(part_of(each.name)))  # stable: else as they stand
-    for part, in_order in groupby(ordered, key=lambda each: part_of(each.name)):
+    ordered = sorted(experiments, key=lambda entry: [*TITLES].index(part_of(entry.name)))  # stable: else as they stand
+    for heading, in_order in groupby(ordered, key=lambda entry: part_of(entry.name)):
         group = list(in_order)
-        paper = part in PAPERS
-        lines.append(f"\n{TITLES[part]}:")
-        own = [each.name for each in group if each.of_its_paper or not paper]
-        others = [each.name for each in group if each.name not in own]
-        for whose, of in (("claims of the paper" if paper else "claims", own), ("claims beyond it", others)):
+        paper = heading in PAPERS
+        lines.append(f"\n{TITLES[heading]}:")
+        of_paper = [entry.name for entry in group if entry.of_its_paper or not paper]
+        beyond = [entry.name for entry in group if entry.name not in of_paper]
+        for whose, of in (("claims of the paper" if paper else "claims", of_paper), ("claims beyond it", beyond)):
             lines += [f"  {whose}, {counts}" for counts in _counted(kept, of)]
-        for each in group:
-            times = [(at, taken.get((each.study.name, at))) for at in ("smoke", "cpu")]
+        for entry in group:
+            times = [(size, taken.get((entry.study.name, size))) for size in ("smoke", "cpu")]
             known = ", ".join(
-                f"{at} {_duration(seconds)}" if seconds is not None else f"{at} not measured" for at, seconds in times
+                f"{size} {_duration(seconds)}" if seconds is not None else f"{size} not measured"
+                for size, seconds in times
             )
-            lines.append(f"  {each.name:<22} {each.title} [{each.source}]")
+            lines.append(f"  {entry.name:<22} {entry.title} [{entry.source}]")
             lines.append(f"  {'':<22} takes: {known}")
-            lines += [f"  {'':<22} claims, {of}" for of in _counted(kept, [each.name])]
-            if (status := _status(each, folder / each.name / scale)) is not None:
+            lines += [f"  {'':<22} claims, {of}" for of in _counted(kept, [entry.name])]
+            if (status := _status(entry, folder / entry.name / scale)) is not None:
                 lines.append(f"  {'':<22} done at scale {scale}: {status}")
     return "\n".join(lines)
 
@@ -117,8 +118,8 @@ def told(counts: Mapping[Any, int]) -> str:
 
 def part_of(name: str) -> str:
     """Returns under which of `TITLES` an experiment of this name is listed."""
-    part = name.partition("/")[0]
-    return part if part in PAPERS else VALIDATION if part in _VALIDATED else OTHERS
+    prefix = name.partition("/")[0]
+    return prefix if prefix in PAPERS else VALIDATION if prefix in _VALIDATED else OTHERS
 
 
 def _duration(seconds: float) -> str:

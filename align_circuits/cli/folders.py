@@ -62,10 +62,10 @@ def results_folder(
                 yield Results(new, folder)
         return
     check_name(numbered_in)
-    made = [path for path in (numbered_in, *numbered_in.parents) if not path.exists()]
+    new_folders = [path for path in (numbered_in, *numbered_in.parents) if not path.exists()]
     writable_folder(numbered_in)
     with ExitStack() as stack:
-        stack.callback(_remove_empty, made)
+        stack.callback(_remove_empty, new_folders)
         # The lock: before something stands in a new folder, another process would take it for abandoned.
         with locked(numbered_in):
             target = _next_folder(numbered_in)
@@ -81,14 +81,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """Refuses a folder that another process is about to write its results to."""
     check_name(folder)
     folder = Path(os.path.realpath(folder))
-    made = [path for path in folder.parents if not path.exists()]
+    new_folders = [path for path in folder.parents if not path.exists()]
     with ExitStack() as stack:
-        stack.callback(_remove_empty, made)
+        stack.callback(_remove_empty, new_folders)
         # Beside the folder, which comes into being by a rename; within it where its parent cannot be written.
-        for place in (folder, *([folder / "run"] if folder.is_dir() else [])):
+        for claimable in (folder, *([folder / "run"] if folder.is_dir() else [])):
             with suppress(OSError):  # what cannot be written either is refused where the results would go
-                place.parent.mkdir(parents=True, exist_ok=True)
-                if not stack.enter_context(claimed(place)):
+                claimable.parent.mkdir(parents=True, exist_ok=True)
+                if not stack.enter_context(claimed(claimable)):
                     raise ValueError(f"another run is writing to {str(folder)!r}: wait for it, or give another --out")
                 break
         yield
@@ -101,12 +101,12 @@ def _check(folder: Path, *, overwrite: bool, renews: Mapping[str, Any] | None) -
         return ()
     finish_moves(folder)
     entries = sorted(path.name for path in folder.iterdir() if not path.name.startswith(".") and _holds_files(path))
-    made = _made_by(folder)
-    if made is not None:
-        if not overwrite and (renews is None or any(made.get(name) != value for name, value in renews.items())):
-            what = f" ({made['verb']} {made['name']})" if isinstance(made.get("name"), str) else ""
+    earlier = _made_by(folder)
+    if earlier is not None:
+        if not overwrite and (renews is None or any(earlier.get(name) != value for name, value in renews.items())):
+            shown = f" ({earlier['verb']} {earlier['name']})" if isinstance(earlier.get("name"), str) else ""
             raise ValueError(
-                f"{str(folder)!r} holds the results of an earlier run{what}: give another --out, or add --overwrite"
+                f"{str(folder)!r} holds the results of an earlier run{shown}: give another --out, or add --overwrite"
             )
         return RESULTS
     if entries and not overwrite and not any(any(folder.glob(files)) for files in STATE):
@@ -120,7 +120,7 @@ def _check(folder: Path, *, overwrite: bool, renews: Mapping[str, Any] | None) -
 
 def _holds_files(path: Path) -> bool:
     """Whether a path is a file or a folder with any that is not hidden: killed runs leave folders without."""
-    return not path.is_dir() or any(each.is_file() and not each.name.startswith(".") for each in path.rglob("*"))
+    return not path.is_dir() or any(file.is_file() and not file.name.startswith(".") for file in path.rglob("*"))
 
 
 def _made_by(folder: Path) -> dict[str, Any] | None:

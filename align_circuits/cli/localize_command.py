@@ -38,7 +38,7 @@ class Localize(SweepVerb):
             "smallest p-values that these allow: " + ", ".join(f"{role} {p:.2g}" for role, p in limits.items()),
             flush=True,
         )
-        asked: Any = {
+        asked: dict[str, Any] = {
             "n_controls": self.n_controls,
             "minimal_sets": self.minimal_sets,
             "redundant": self.redundant,

@@ -37,9 +37,9 @@ class Patch(EffectVerb):
     def measure(self, results: Results) -> None:
         """Measures and writes."""
         positions = self.positions or (("each",) if {*self.sites} <= RESIDUAL and self.heads is None else ("all",))
-        own: dict[tuple[str, ...], Any] = {("all",): None, ("groups",): "groups", ("each",): "each"}
-        where = own.get(positions, positions)
-        if where == "each" and (self.heads or self.screen or not {*self.sites} <= {*LAYER_SITES}):
+        choices: dict[tuple[str, ...], Any] = {("all",): None, ("groups",): "groups", ("each",): "each"}
+        chosen = choices.get(positions, positions)
+        if chosen == "each" and (self.heads or self.screen or not {*self.sites} <= {*LAYER_SITES}):
             known = ", ".join(LAYER_SITES)
             raise ValueError(
                 f"--positions each patches whole layers: leave out --heads and --screen, and give --sites of {known}"
@@ -48,7 +48,7 @@ class Patch(EffectVerb):
         metric = None if self.metric == "log_prob" else self.metric
         model, pair = self.prepare_pair(metric=metric, direction=self.direction)
         into = "clean into corrupted" if self.direction == "denoise" else "corrupted into clean"
-        if where == "each":
+        if chosen == "each":
             table = patch_sites(model, pair, self.sites, options=self.options)
         else:
             table = patch_heads(
@@ -56,21 +56,21 @@ class Patch(EffectVerb):
                 pair,
                 sites=self.sites,
                 heads=self.heads,
-                positions=where,
+                positions=chosen,
                 screen=self.screen,
                 options=self.options,
             )
         site = "the output" if self.sites == ("z",) else ", ".join(self.sites)
-        one = " or ".join(part for part, of in PARTS.items() if {*self.sites} & {*of})
-        at = {None: "", "each": " at each token alone"}.get(where, f" at {', '.join(positions)}")
-        what = f"{site} of one {one}{at}"
+        patched_part = " or ".join(name for name, of in PARTS.items() if {*self.sites} & {*of})
+        position_text = {None: "", "each": " at each token alone"}.get(chosen, f" at {', '.join(positions)}")
+        description = f"{site} of one {patched_part}{position_text}"
         self.write(
             results,
             table,
             pair.clean,
             self.metric,
             how=f"{len(pair.clean)} pairs, {self.direction}, change of {self.metric}",
-            title=f"{'Layers' if where == 'each' else 'Heads'} of {self.model} patched",
-            what=f"Change of {self.metric} when {what} is patched from {into} prompts",
+            title=f"{'Layers' if chosen == 'each' else 'Heads'} of {self.model} patched",
+            what=f"Change of {self.metric} when {description} is patched from {into} prompts",
             but=self.corruption,
         )

@@ -59,8 +59,8 @@ class Rerun(Verb):
             )
         else:
             print(f"same: all {len(first)} numbers are those of the first run")
-        for part in ("versions", "model"):
-            old, new = getattr(before.provenance, part), getattr(after.provenance, part)
+        for entry in ("versions", "model"):
+            old, new = getattr(before.provenance, entry), getattr(after.provenance, entry)
             for name in old.keys() | new.keys():
                 if old.get(name) != new.get(name):
                     print(f"  changed since then: {name}, {old.get(name)} -> {new.get(name)}")
@@ -68,14 +68,14 @@ class Rerun(Verb):
 
     def _called(self, before: Table) -> Table:
         """The table that the same call of a public function returns now."""
-        classes = {name: part for name in ac.__all__ if isinstance(part := getattr(ac, name), type)}
-        call, made = Call.load(self.run / FOLDER, classes), before.provenance.model
+        classes = {name: public for name in ac.__all__ if isinstance(public := getattr(ac, name), type)}
+        call, saved = Call.load(self.run / FOLDER, classes), before.provenance.model
         function: Any = getattr(ac, call.function, None) if call.function in ac.__all__ else None
         if not hasattr(function, "runs_a_model"):
             raise ValueError(f"{call.function!r} is no function of align_circuits that runs a model: call it in Python")
-        dtype = getattr(torch, made["dtype"])
+        dtype = getattr(torch, saved["dtype"])
         try:
-            model = load(self.model or made["name"], made["device"], dtype, quantization=made.get("quantization"))
+            model = load(self.model or saved["name"], saved["device"], dtype, quantization=saved.get("quantization"))
         except (ValueError, ImportError) as error:
             raise ValueError(
                 f"the model of this table cannot be loaded by its name ({error}): give --model, a folder or file that "
@@ -107,8 +107,8 @@ def _with_rows_of(before: Table, after: Table) -> Table:
     """The rows of a table that another one has too, in its order, where it has them all: it may be a selection."""
     if before.keys != after.keys:
         return after
-    places = after.frame[after.keys].assign(_place=np.arange(len(after)))
-    chosen: Any = before.frame[before.keys].merge(places, how="left", on=before.keys)["_place"]
+    rows_after = after.frame[after.keys].assign(_place=np.arange(len(after)))
+    chosen: Any = before.frame[before.keys].merge(rows_after, how="left", on=before.keys)["_place"]
     if chosen.isna().any() or len(chosen) != len(before):
         return after
     return replace(after, frame=after.frame.iloc[chosen.astype(int)].reset_index(drop=True), values=None, weights=None)

@@ -1,7 +1,6 @@
 """`align-circuits score`."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
@@ -19,9 +18,9 @@ class Score(PromptVerb):
         """Runs the verb."""
         model, prompts, _ = self.prepare()
         table, accuracy = score_and_evaluate(model, prompts, options=self.options)
-        known: Any = table.frame[table.frame["value"].notna()]
-        own = [name for name in prompts.relations if name not in METRICS]  # of a file: what the reader asks about
-        metrics = [metric for metric in (*own, *METRICS) if metric in set(known["metric"])]
+        known = table.frame[table.frame["value"].notna()]
+        of_file = [name for name in prompts.relations if name not in METRICS]  # of a file: what the reader asks about
+        metrics = [metric for metric in (*of_file, *METRICS) if metric in set(known["metric"])]
         best = {metric: table.top(metric, 3).frame for metric in metrics}
         roles = getattr(model, "roles", None)
         print(

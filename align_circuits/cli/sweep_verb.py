@@ -49,12 +49,12 @@ class SweepVerb(PromptVerb):
         count = self.workers.jobs
         if self.workers == Workers():
             return self.measure(results)
-        parts = self.parts or Path("runs") / "parts"
-        config = {"verb": self.verb, "settings": self.settings, "parts": str(parts)}
-        places = {"new": str(results.new), "folder": str(results.folder)}
-        jobs = [Job(f"{__name__}:work", {**config, **places, "worker": worker}, None) for worker in range(count)]
-        with self.workers.executor(parts, shared=True) as executor:
-            print(f"progress: align-circuits status {parts}", file=sys.stderr)
+        parts_folder = self.parts or Path("runs") / "parts"
+        config = {"verb": self.verb, "settings": self.settings, "parts": str(parts_folder)}
+        folders = {"new": str(results.new), "folder": str(results.folder)}
+        jobs = [Job(f"{__name__}:work", {**config, **folders, "worker": worker}, None) for worker in range(count)]
+        with self.workers.executor(parts_folder, shared=True) as executor:
+            print(f"progress: align-circuits status {parts_folder}", file=sys.stderr)
             processes = count if executor is None else 1
             done = run_jobs(jobs, results.new / "jobs", executor=executor, processes=processes, progress=False)
         if done.failures:

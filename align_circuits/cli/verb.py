@@ -82,9 +82,10 @@ class Verb(ABC):
 
     def finish(self, results: Results, table: Table, *, settings: Mapping[str, Any] | None = None, **report: Any):
         """Writes the report, and the table with the verb and its settings, by default all of them."""
-        made = replace(table.provenance, verb=self.verb, settings=self.settings if settings is None else dict(settings))
-        write_report(results.new / "report.html", provenance=made, **{"facts": self.facts, **report})
-        replace(table, provenance=made, call=None).save(results.new)
+        all_settings = self.settings if settings is None else dict(settings)
+        written = replace(table.provenance, verb=self.verb, settings=all_settings)
+        write_report(results.new / "report.html", provenance=written, **{"facts": self.facts, **report})
+        replace(table, provenance=written, call=None).save(results.new)
         print(f"\nreport: {results.folder / 'report.html'}")
 
 
@@ -169,7 +170,7 @@ class PromptVerb(Verb):
                     "the planted circuit runs on the CPU in float32, with a tokenizer of its own: leave out "
                     + ", ".join(given)
                 )
-            model: Any = planted_circuit(self.task, seed=self.seed)
+            model = planted_circuit(self.task, seed=self.seed)
         else:
             dtype = getattr(torch, self.dtype) if self.dtype else None
             model = load(
@@ -240,8 +241,8 @@ class PromptVerb(Verb):
             values["prompts"] = Path(values["prompts"])
         for name in ("task", "config"):  # of `tune`
             if name in values:
-                parts = {key: tuple(part) if isinstance(part, list) else part for key, part in values[name].items()}
-                values[name] = type(getattr(default, name))(**parts)
+                given = {key: tuple(old) if isinstance(old, list) else old for key, old in values[name].items()}
+                values[name] = type(getattr(default, name))(**given)
         return replace(default, **values)
 
 
@@ -249,9 +250,9 @@ def _how_loaded(name: str, model: Any) -> str:
     """The data type of a model's weights and where they are, and the type in which they are stored if it is another."""
     weights = next(bridges.wrapped(model).parameters())
     stored = getattr(bridges.wrapped(model), "stored_dtype", weights.dtype)
-    own, other = (str(dtype).removeprefix("torch.") for dtype in (weights.dtype, stored))
-    kept = "" if own == other else f" (stored in {other}, which --dtype {other} keeps)"
-    return f"{name}: {own} on {weights.device}{kept}"
+    dtype_now, dtype_stored = (str(dtype).removeprefix("torch.") for dtype in (weights.dtype, stored))
+    kept = "" if dtype_now == dtype_stored else f" (stored in {dtype_stored}, which --dtype {dtype_stored} keeps)"
+    return f"{name}: {dtype_now} on {weights.device}{kept}"
 
 
 def command_line(verb: str, settings: Any, default: Any) -> str:
@@ -284,8 +285,8 @@ def interval(row: Any) -> str:
 def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:
     """Returns the head of a row, or its layer and position, with its value and, in a planted circuit, its role."""
     head = "" if pd.isna(row.get("head")) else f"H{row['head']}"
-    at = f" at {row['position']}" if "position" in row else ""
-    text = f"L{row['layer']}{head}{at} {interval(row)}"
+    position = f" at {row['position']}" if "position" in row else ""
+    text = f"L{row['layer']}{head}{position} {interval(row)}"
     return text if roles is None else f"{text} ({roles.get((row['layer'], row['head'])) or 'none'})"
 
 

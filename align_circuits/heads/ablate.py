@@ -160,10 +160,10 @@ def ablation_baseline(
         identity = {"verb": "ablation_baseline", "prompts": prompts, "by": by, "hooks": missing}
         if options.cache_dir is not None:
             identity |= {"model": model_identity(model), "options": options.identity}
-        parts = SweepParts(options.cache_dir, "means for ablations", identity)
+        sweep = SweepParts(options.cache_dir, "means for ablations", identity)
         # Kept like the sweep that they serve, which is another one where they differ in the last bit.
         computes = {"means": lambda: (_means_by_group(model, prompts, group, counted, missing, options).numpy(), "")}
-        ((_, values, _),) = parts.measure(computes)
+        ((_, values, _),) = sweep.measure(computes)
         means |= {name: torch.from_numpy(value) for name, value in zip(missing, values, strict=True)}
     return AblationBaseline(means={name: means[name] for name in names}, by=by)
 
@@ -194,11 +194,11 @@ def _means_by_group(
         rows, activation = rows[new], activation[new.to(activation.device)]
         length = activation.shape[1]
         real = counted[rows, -length:].to(activation.device)
-        place = group[rows, -length:].to(activation.device)[real]
+        groups = group[rows, -length:].to(activation.device)[real]
         # Sums over thousands of tokens lose digits in float32.
         if name not in sums:
             sums[name] = torch.zeros(count, *activation.shape[2:], dtype=torch.float64, device=activation.device)
-        sums[name].index_add_(0, place, activation[real].double())
+        sums[name].index_add_(0, groups, activation[real].double())
         seen[name][rows] = True
 
     forward(

@@ -69,19 +69,19 @@ def causal_p_values(effects: Sequence[Table], signs: Sequence[int] = (1, 1)) -> 
     """
     smallest: dict[Head, float] = {}
     for table, sign in zip(effects, signs, strict=True):
-        found = table.where(kind="all", metric="log_prob") if len(table) else table
-        if found.values is None or found.weights is None:  # of no head
+        rows = table.where(kind="all", metric="log_prob") if len(table) else table
+        if rows.values is None or rows.weights is None:  # of no head
             continue
-        for head, p in zip(found.head_indices, p_above_zero(sign * found.values, found.weights), strict=True):
+        for head, p in zip(rows.head_indices, p_above_zero(sign * rows.values, rows.weights), strict=True):
             smallest[head] = min(smallest.get(head, 1.0), float(p))
     return {head: min(1.0, len(effects) * p) for head, p in smallest.items()}
 
 
 def mattering(effects: Table, needed: Thresholds, sign: int = 1) -> set[Head]:
     """Returns the heads of which the effect on the targets' log-probability, times the sign, is large enough."""
-    found = effects.where(kind="all", metric="log_prob") if len(effects) else effects
-    enough = sign * found.frame["value"].to_numpy(dtype=float) >= needed.effect
-    return {head for head, is_enough in zip(found.head_indices, enough, strict=True) if is_enough}
+    rows = effects.where(kind="all", metric="log_prob") if len(effects) else effects
+    enough = sign * rows.frame["value"].to_numpy(dtype=float) >= needed.effect
+    return {head for head, is_enough in zip(rows.head_indices, enough, strict=True) if is_enough}
 
 
 def corrected(
@@ -124,14 +124,14 @@ def limits(task: Task, prompts: Prompts, roles: Sequence[str], fdr: float) -> tu
         for role in roles
         if smallest[role] > fdr
     ]
-    others = [role for role in roles if role not in (*ALIGNERS, "previous")]
-    by_position = [role for role in others if not redraws_tokens(prompts, role)]
+    not_tested = [role for role in roles if role not in (*ALIGNERS, "previous")]
+    by_position = [role for role in not_tested if not redraws_tokens(prompts, role)]
     if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:
         notes.append(
             f"The keys of {' and '.join(fixed)} are at the same positions in every prompt, so a head named for one of "
             "these roles may follow positions rather than tokens: score it on prompts of other lengths to find out."
         )
-    ranked = [role for role in others if prompts.relations[role].exchangeable]
+    ranked = [role for role in not_tested if prompts.relations[role].exchangeable]
     if same := [role for role in ranked if fixed_rank(prompts.relations[role])]:
         notes.append(
             f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no "

@@ -161,13 +161,13 @@ def _distinct(draw: Callable[[int], Sequence[Head]], draws: int, widest: int) ->
 
     `draw` takes a width from 0 to `widest`: the higher, the less alike are the heads.
     """
-    found: dict[tuple[Head, ...], None] = {}
+    sets: dict[tuple[Head, ...], None] = {}
     for width in range(widest + 1):
         for _ in range(_TRIES * draws):
-            if len(found) == draws:
+            if len(sets) == draws:
                 break
-            found[tuple(sorted(draw(width)))] = None
-    return [list(heads) for heads in found]
+            sets[tuple(sorted(draw(width)))] = None
+    return [list(heads) for heads in sets]
 
 
 def first_enough(most: int, enough: Callable[[int], bool]) -> int:

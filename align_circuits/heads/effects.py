@@ -18,7 +18,8 @@ from align_circuits.run.first_order import first_order_effects
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, means_by_prompt
 from align_circuits.tables.intervals import weighted_mean
-from align_circuits.tables.tables import Provenance, Table, with_level
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table, with_level
 
 SCREENED_SITES = ("z", "q", "k", "v")
 """Sites at which edits can be screened."""
@@ -62,9 +63,9 @@ def edit_effects(
     if screen is not None:
         intact = base == "clean"
         exact, estimates = _screened(screen, model, targets, kinds, keys, edits, edit_of, intact, source, options)
-    made = sorted({index for index, is_made in zip(edit_of, exact, strict=True) if is_made})
-    column_of = {index: column for column, index in enumerate(made, 1)}  # 0 is the unedited run
-    edit_sets = [[], *([edits[index]] for index in made)]
+    exact_edits = sorted({index for index, is_made in zip(edit_of, exact, strict=True) if is_made})
+    column_of = {index: column for column, index in enumerate(exact_edits, 1)}  # 0 is the unedited run
+    edit_sets = [[], *([edits[index]] for index in exact_edits)]
     values, engine = targets.measure_edited(model, edit_sets, source=source, with_source=paired, options=options)
     changes = values[:, [column_of.get(index, 0) for index in edit_of]] - values[:, :1]
     keys = keys if estimates is None else keys.assign(estimated=~exact)
@@ -93,9 +94,9 @@ def effects_table(
     rows = changes.swapaxes(0, 1).reshape(-1, changes.shape[2])  # by key, then by metric, as `keys` is
     means, weights = means_by_prompt(targets.prompts, targets.prompt.numpy(), rows, list(kinds.values()))
     if estimates is not None:
-        estimated, found = keys["estimated"].to_numpy(), estimates.reshape(means.shape)
-        means[estimated] = found[estimated]
-        weights[estimated & np.isnan(found).all(1)] = 0  # a metric without a gradient rests on no target
+        estimated, estimate = keys["estimated"].to_numpy(), estimates.reshape(means.shape)
+        means[estimated] = estimate[estimated]
+        weights[estimated & np.isnan(estimate).all(1)] = 0  # a metric without a gradient rests on no target
     return Table.from_prompts(keys, means, weights, provenance, bounded=False, group=targets.prompts.group)
 
 
@@ -109,9 +110,9 @@ def check_screen(share: float | None, sites: Sequence[str] = ("z",)) -> None:
         return
     if not 0 < share <= 1:
         raise ValueError(f"screen={share}: give the share of heads to measure exactly, above 0 and at most 1, or None")
-    if other := [site for site in sites if site not in SCREENED_SITES]:
+    if refused := [site for site in sites if site not in SCREENED_SITES]:
         raise ValueError(
-            f"site={other[0]!r} cannot be screened: take {', '.join(map(repr, SCREENED_SITES))}, or leave screen out"
+            f"site={refused[0]!r} cannot be screened: take {', '.join(map(repr, SCREENED_SITES))}, or leave screen out"
         )
 
 
@@ -140,19 +141,19 @@ def _screened(
             f"{'have' if len(targets.names) > 1 else 'has'} none in this run: measure 'log_prob', 'logit', 'prob' or "
             "'logit_diff', or leave screen out"
         )
-    places = keys.assign(**{name: value for name, value in (("site", "z"), ("positions", "")) if name not in keys})
-    named = [*places[["site", "layer", "positions"]].itertuples(index=False, name=None)]
+    located = keys.assign(**{name: value for name, value in (("site", "z"), ("positions", "")) if name not in keys})
+    named = [*located[["site", "layer", "positions"]].itertuples(index=False, name=None)]
     of_layer: dict[tuple[Site, int, str], Any] = {
-        place: replace(edits[index], heads=[(place[1], head) for head in range(model.cfg.n_heads)])
-        for place, index in zip(named, edit_of, strict=True)
+        layer_key: replace(edits[index], heads=[(layer_key[1], head) for head in range(model.cfg.n_heads)])
+        for layer_key, index in zip(named, edit_of, strict=True)
     }
-    found = first_order_effects(
+    first_order = first_order_effects(
         model, replace(targets, metrics=tuple(sloped)), kinds, of_layer, source=source, options=options
     )
-    row_of = {place: row for row, place in enumerate(of_layer)}
+    row_of = {layer_key: row for row, layer_key in enumerate(of_layer)}
     effects = np.full((len(keys), len(targets.metrics), len(kinds), len(targets.prompts)), np.nan)
-    effects[:, [targets.metrics.index(metric) for metric in sloped]] = found[
-        [row_of[place] for place in named], keys["head"].to_numpy(dtype=int)
+    effects[:, [targets.metrics.index(metric) for metric in sloped]] = first_order[
+        [row_of[layer_key] for layer_key in named], keys["head"].to_numpy(dtype=int)
     ]
     weights = np.bincount(targets.prompt, next(iter(kinds.values())), len(targets.prompts))
     ranks_by = targets.metrics.index(sloped[0])
@@ -162,8 +163,8 @@ def _screened(
             f"the gradient of {targets.names[ranks_by]!r} is NaN, so that no head can be ranked by it: leave screen "
             "out, or take another metric"
         )
-    ranked: Any = places[["site", "positions"]].assign(edit=list(edit_of), size=size).drop_duplicates("edit")
+    ranked: Any = located[["site", "positions"]].assign(edit=list(edit_of), size=size).drop_duplicates("edit")
     groups = ranked.groupby(["site", "positions"])["size"]
     most = np.ceil((share * groups.transform("size")).round(6))  # .07 * 100 is 7.000000000000001
-    made = ranked["edit"][groups.rank(ascending=False, method="first") <= most]
-    return np.isin(edit_of, made), effects
+    exact = ranked["edit"][groups.rank(ascending=False, method="first") <= most]
+    return np.isin(edit_of, exact), effects

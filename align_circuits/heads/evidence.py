@@ -23,7 +23,8 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ def evidence_table(
     for role in p:
         attention = scores.where(metric=f"{role}_attention").heads().frame
         candidates = [head for head, of_role in q if of_role == role]
-        tested: Any = attention.set_index(["layer", "head"]).loc[candidates].reset_index()
+        tested = attention.set_index(["layer", "head"]).loc[candidates].reset_index()
         p_of_head = p[role][attention["layer"].to_numpy(int), attention["head"].to_numpy(int)]
         rows = {"score": scores.where(metric=role).heads().frame}
         rows |= {} if control is None else {"control": control.where(metric=role).heads().frame}
@@ -76,12 +77,12 @@ def evidence_table(
         rows["causal_p"] = tested.assign(value=[matters[head] for head in candidates], **no_interval)
         rows["q"] = tested.assign(value=[q[head, role] for head in candidates], **no_interval)
         for metric, effects, sign in (("ablation", ablation_effects, -1), ("denoising", patching_effects, 1)):
-            found: Any = effects.where(kind="all", metric="log_prob").frame if len(effects) else effects.frame
-            is_candidate = [head in candidates for head in zip(found["layer"], found["head"], strict=True)]
-            found = found[np.array(is_candidate, dtype=bool)]
+            effect = effects.where(kind="all", metric="log_prob").frame if len(effects) else effects.frame
+            is_candidate = [head in candidates for head in zip(effect["layer"], effect["head"], strict=True)]
+            effect = effect[np.array(is_candidate, dtype=bool)]
             # A loss is minus a change, which swaps the ends of its interval.
-            low, high = np.sort(np.stack([sign * found["low"], sign * found["high"]]).astype(float), axis=0)
-            rows[metric] = found.assign(value=sign * found["value"], low=low, high=high)
+            low, high = np.sort(np.stack([sign * effect["low"], sign * effect["high"]]).astype(float), axis=0)
+            rows[metric] = effect.assign(value=sign * effect["value"], low=low, high=high)
         frames += [frame.assign(metric=metric, role=role) for metric, frame in rows.items() if len(frame)]
     columns = ["level", "layer", "head", "role", "metric", "value", "low", "high", "n"]
     return Table(pd.concat([frame.loc[:, columns] for frame in frames], ignore_index=True), provenance)

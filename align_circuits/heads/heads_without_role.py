@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -71,11 +70,11 @@ def effects_of_others(model: HookedModel, pair: Pair, patched: Table, options: R
     follows is run anew. Otherwise `SCREENED` of them are, those of largest effect by the estimate of `patch_heads`.
     """
     known = {*patched.head_indices} if len(patched) else set()
-    others = [head for head in heads_of(model.cfg) if head not in known]
+    rest = [head for head in heads_of(model.cfg) if head not in known]
     differ = (pair.clean.tokens != pair.corrupted.tokens).any(0)
     rerun = float((differ.cumsum(0) > 0).float().mean())  # the share of the positions
-    screen = SCREENED if len(others) * rerun / 2 > GRADIENT_COSTS else None  # half of the layers are above a head
-    tables = [patched, *([patch_heads(model, pair, heads=others, screen=screen, options=options)] if others else [])]
+    screen = SCREENED if len(rest) * rerun / 2 > GRADIENT_COSTS else None  # half of the layers are above a head
+    tables = [patched, *([patch_heads(model, pair, heads=rest, screen=screen, options=options)] if rest else [])]
     marked = [
         replace(table, frame=table.frame if "estimated" in table.frame else table.frame.assign(estimated=False))
         for table in tables
@@ -98,7 +97,7 @@ def unnamed_heads(
         effects: `effects_of_others`.
     """
     of_all = effects.where(kind="all", metric="log_prob")
-    shares: Any = of_all.normalized().frame
+    shares = of_all.normalized().frame
     rows = [*zip(of_all.head_indices, of_all.frame.to_dict("records"), shares.to_dict("records"), strict=True)]
     by_head = {head: (row, share) for head, row, share in rows}
     named = {head for heads in heads_by_role.values() for head in heads}
@@ -127,10 +126,10 @@ def unnamed_heads(
         )
 
     closest = (of(head, max(tests.roles, key=lambda role: nearness(head, role))) for head in by_head.keys() - named)
-    found = [unnamed for unnamed in closest if unnamed.large or unnamed.high]
-    found.sort(key=lambda unnamed: (-unnamed.large, -abs(unnamed.effect) * unnamed.large, -unnamed.score, unnamed.head))
-    shown = {unnamed.role for unnamed in found if unnamed.high}
+    kept = [unnamed for unnamed in closest if unnamed.large or unnamed.high]
+    kept.sort(key=lambda unnamed: (-unnamed.large, -abs(unnamed.effect) * unnamed.large, -unnamed.score, unnamed.head))
+    shown = {unnamed.role for unnamed in kept if unnamed.high}
     empty = [role for role in tests.roles if not heads_by_role[role] and role not in shown]
     best = [of(max(by_head, key=lambda head: excess(head, role)), role) for role in empty]
-    known = {(unnamed.head, unnamed.role) for unnamed in found}
-    return (*found, *(unnamed for unnamed in best if (unnamed.head, unnamed.role) not in known))
+    known = {(unnamed.head, unnamed.role) for unnamed in kept}
+    return (*kept, *(unnamed for unnamed in best if (unnamed.head, unnamed.role) not in known))

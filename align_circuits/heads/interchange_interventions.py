@@ -159,9 +159,9 @@ def answers_differ(pair: Pair) -> Bool[Tensor, " target"]:
     """Returns at which targets of the pair's kind the answers of both prompts are known and have no token in common."""
     if pair.corrupted.own_correct is None or pair.clean.correct is None:
         return torch.zeros(len(pair.clean.targets), dtype=torch.bool)
-    clean, own = pair.clean.correct, pair.corrupted.own_correct
+    clean, corrupted = pair.clean.correct, pair.corrupted.own_correct
     of_kind = torch.from_numpy(by_kind(pair.clean)[pair.kind or "all"])
-    return own.any(1) & ~(clean & own).any(1) & of_kind
+    return corrupted.any(1) & ~(clean & corrupted).any(1) & of_kind
 
 
 def _where_answers_differ(pair: Pair) -> Bool[Tensor, " target"]:
@@ -170,8 +170,8 @@ def _where_answers_differ(pair: Pair) -> Bool[Tensor, " target"]:
     if not differ.any():
         why = "both give the same answers"
         if pair.corrupted.own_correct is None or pair.clean.correct is None:
-            which = "corrupted" if pair.corrupted.own_correct is None else "clean"
-            why = f"the answers to the {which} prompts are not known"
+            unknown = "corrupted" if pair.corrupted.own_correct is None else "clean"
+            why = f"the answers to the {unknown} prompts are not known"
         raise ValueError(
             f"{why}: interchange takes pairs whose answers are known and differ, as Prompts.from_pairs(..., "
             "corrupted_answer=) and Seq2SeqTask.corrupt(prompts, 'query') make them"

@@ -96,7 +96,7 @@ class Localization:
 
     def _repr_html_(self) -> str:
         shown = ("score", "attention", "q", "ablation", "denoising", "control")
-        keyed: Any = self.table.frame.set_index(["layer", "head", "role", "metric"])["value"]
+        keyed = self.table.frame.set_index(["layer", "head", "role", "metric"])["value"]
         measured = dict(zip(keyed.index, keyed, strict=True))
         rows = [
             {"role": role, "head": describe([head])} | {name: measured.get((*head, role, name)) for name in shown}
@@ -145,7 +145,7 @@ class Localization:
         """The named heads, or why there are none, and how often the model is right."""
         ablations = self.evidence.set_ablations
         kind = "first" if "first" in set(ablations.frame["kind"]) else "all"
-        intact: Any = ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
+        intact = ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
         accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
         nearest = []
         for role in self.heads_by_role:
@@ -214,12 +214,12 @@ def control_sentences(found: Localization) -> Iterator[str]:
 
 def unnamed_sentences(unnamed: Sequence[UnnamedHead], named: Collection[Head]) -> Iterator[str]:
     """Yields the heads of large effect without a role, and those of high score."""
-    large = [f"{describe([each.head])} ({each.size}; {each.role}: {each.failed[0]})" for each in unnamed if each.large]
+    large = [f"{describe([head.head])} ({head.size}; {head.role}: {head.failed[0]})" for head in unnamed if head.large]
     if large:
         more = f", and {len(large) - SHOWN} more" if len(large) > SHOWN else ""
         yield f"Large effect, no role: {', '.join(large[:SHOWN])}{more}."
-    others = [each for each in unnamed if each.high and not each.large and each.head not in named]
-    high = [f"{describe([each.head])} for {each.role}" for each in others]
+    scoring = [head for head in unnamed if head.high and not head.large and head.head not in named]
+    high = [f"{describe([head.head])} for {head.role}" for head in scoring]
     if high and named:
         more = f" and {len(high) - SHOWN} more" if len(high) > SHOWN else ""
         yield f"High score, not named: {', '.join(high[:SHOWN])}{more}."

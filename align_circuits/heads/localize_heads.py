@@ -179,7 +179,7 @@ def localize(
             role: (*of_role, *(m.head for m in members.get(role, ()))) for role, of_role in heads_by_role.items()
         }
         unnamed = unnamed_heads(tests, of_roles, patching_effects)
-        of_redundant = {f"{role}, redundant": [member.head for member in found] for role, found in members.items()}
+        of_redundant = {f"{role}, redundant": [member.head for member in heads] for role, heads in members.items()}
 
         # Evidence for sets of heads, and the verdicts.
         grids = {role: scores.to_array(role) for role in roles}
@@ -190,8 +190,8 @@ def localize(
         )
         verdicts += sets.test_roles(heads_by_role)
         if minimal_sets and named:
-            for claim, found in smallest_sets(model, discovery, named, sets.kind, thresholds, options).items():
-                verdicts += sets.test(found, (claim,), sets.controls(found), smallest=True)[1]
+            for claim, smallest in smallest_sets(model, discovery, named, sets.kind, thresholds, options).items():
+                verdicts += sets.test(smallest, (claim,), sets.controls(smallest), smallest=True)[1]
         interchanges = None
         if answers_differ(pair).any():
             patched = {role: of_role for role, of_role in heads_by_role.items() if of_role}

@@ -99,5 +99,5 @@ def diffuse_aligners(
 ) -> dict[str, tuple[Head, ...]]:
     """Returns aligners that lack nothing but attention to keys; other roles, with their many keys, are not compared."""
     roles = [role for role in tests.roles if role in ALIGNERS]
-    found = named_heads(replace(tests, roles=roles, needed=replace(tests.needed, attention=0.0)), candidates)
-    return {role: tuple(head for head in found[role] if head not in heads_by_role[role]) for role in roles}
+    diffuse = named_heads(replace(tests, roles=roles, needed=replace(tests.needed, attention=0.0)), candidates)
+    return {role: tuple(head for head in diffuse[role] if head not in heads_by_role[role]) for role in roles}

@@ -250,22 +250,22 @@ def _places(
     model: HookedModel, sites: Sequence[str] | str, layers: Sequence[int] | None
 ) -> list[tuple[str, int | None, dict[str, Any]]]:
     """Site, layer and the fields of a patch for each place that is patched."""
-    of_heads, places = (*HEAD_SITES, *ROTATED_SITES), []
+    of_heads, patched = (*HEAD_SITES, *ROTATED_SITES), []
     for site in dict.fromkeys([sites] if isinstance(sites, str) else sites):
         if site in (*LAYER_SITES, *of_heads):
             for layer in range(model.cfg.n_layers) if layers is None else dict.fromkeys(layers):
                 heads = [(layer, head) for head in range(model.cfg.n_heads)] if site in of_heads else []
-                places.append((site, layer, {"site": site, "heads": heads, "layers": [] if heads else [layer]}))
+                patched.append((site, layer, {"site": site, "heads": heads, "layers": [] if heads else [layer]}))
         elif site in model.hook_dict:
             of_layer = re.match(r"blocks\.(\d+)\.", site)
-            places.append((site, None if of_layer is None else int(of_layer[1]), {"hook": site}))
+            patched.append((site, None if of_layer is None else int(of_layer[1]), {"hook": site}))
         elif "." in site or site.startswith("hook_"):
             check_hook_points(model, [site])
         else:
             raise ValueError(
                 f"site={site!r}: choose one of {', '.join((*LAYER_SITES, *of_heads))}, or the full name of a hook point"
             )
-    return places
+    return patched
 
 
 def _each_column(prompts: Prompts) -> dict[int, Bool[Tensor, "prompt pos"]]:

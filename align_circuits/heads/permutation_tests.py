@@ -299,15 +299,15 @@ class _Distances(_Test):
         level = self.mean / len(self.relation)
         attention = self.excess / self.counted.sum(0).clamp(min=1) + level
         if self.own:
-            here, beyond = attention[..., 1:], torch.cat([attention[..., 2:], torch.zeros(*self.shape, 1)], -1)
+            tested, beyond = attention[..., 1:], torch.cat([attention[..., 2:], torch.zeros(*self.shape, 1)], -1)
             beside = torch.maximum(attention[..., :-1], beyond)
         else:
-            here, next_back, after = attention[..., 1:-2], attention[..., 2:-1], attention[..., 3:]
+            tested, next_back, after = attention[..., 1:-2], attention[..., 2:-1], attention[..., 3:]
             fallen = next_back**2 / after.clamp(min=torch.finfo(after.dtype).tiny)
             beside = torch.maximum(next_back, fallen.clamp(max=1))
         # The mean over distances in the denominator keeps tiny attention far back from large shares.
-        scores = (here - beside) / (here + beside + level).clamp(min=torch.finfo(here.dtype).tiny)
-        return share_at_least_first(scores.numpy()) if here.shape[-1] else np.ones(self.shape)
+        scores = (tested - beside) / (tested + beside + level).clamp(min=torch.finfo(tested.dtype).tiny)
+        return share_at_least_first(scores.numpy()) if tested.shape[-1] else np.ones(self.shape)
 
 
 class _OtherPrompts(_Test):
@@ -384,8 +384,8 @@ class _OtherPrompts(_Test):
         for length in np.unique(self.length):
             alike = np.flatnonzero(self.length == length)
             orders[1:, alike] = generator.permuted(np.tile(alike, (REDRAWS, 1)), axis=1)
-        at = np.arange(self.n) * self.n + orders  # [order prompt], in the flattened matrix
-        scores = np.stack([matrix.ravel()[at].mean(1) for matrix in attention.flatten(0, 1).double().numpy()])
+        index = np.arange(self.n) * self.n + orders  # [order prompt], in the flattened matrix
+        scores = np.stack([matrix.ravel()[index].mean(1) for matrix in attention.flatten(0, 1).double().numpy()])
         return share_at_least_first(scores.reshape(*self.shape, -1))
 
 
@@ -433,8 +433,8 @@ class _Labels:
 
     @property
     def smallest(self) -> float:
-        own = [len(self.own[self.prompt == prompt].unique()) for prompt in range(len(self.borne))]
-        return 1 / prod(perm(len(borne), used) for borne, used in zip(self.borne, own, strict=True))
+        own_counts = [len(self.own[self.prompt == prompt].unique()) for prompt in range(len(self.borne))]
+        return 1 / prod(perm(len(borne), used) for borne, used in zip(self.borne, own_counts, strict=True))
 
     def add(self, place: Int[Tensor, " row"], layer: int, shares: Float[Tensor, "row head pos"]) -> None:
         row = self.row[place.clamp(max=len(self.row) - 1)]

@@ -21,7 +21,8 @@ from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 ROUNDS = 3
 """How often more heads are looked for at most; each round ablates those found before."""
@@ -95,14 +96,14 @@ class RedundantHeadSearch:
             mattered = set().union(*(mattering(table, self.thresholds) for table in effects[discovery]))
             matters = {head: p for head, p in causal_p_values(effects[tested]).items() if head in mattered}
             kept = self.significant(role, ablated, matters) & self.attending(role, tested, ablated)
-            found = {
+            joining = {
                 head: RedundantHead(head, number, effect, low, high, head in single)
                 for head, (effect, low, high) in _larger(effects[tested]).items()
                 if head in single or (head in kept and low > 0)
             }
-            strongest = max((each.effect for each in (members | found).values()), default=0.0)
+            strongest = max((member.effect for member in (members | joining).values()), default=0.0)
             least = max(self.thresholds.effect, LEAST_SHARE * strongest)
-            joined = {head: each for head, each in found.items() if each.single or each.effect >= least}
+            joined = {head: member for head, member in joining.items() if member.single or member.effect >= least}
             if not joined:
                 break
             members |= joined

@@ -132,9 +132,9 @@ class _Queries:
     """How many tokens stand for each other."""
 
     def __init__(self, prompts: Prompts, relations: Sequence[Relation], generator: np.random.Generator):
-        places = [set(zip(rel.prompt.tolist(), rel.query.tolist(), strict=True)) for rel in relations]
-        common = sorted(set.intersection(*places))
-        drawn = [common[at] for at in sorted(generator.permutation(len(common))[:_QUERIES])]
+        queries_of = [set(zip(rel.prompt.tolist(), rel.query.tolist(), strict=True)) for rel in relations]
+        common = sorted(set.intersection(*queries_of))
+        drawn = [common[index] for index in sorted(generator.permutation(len(common))[:_QUERIES])]
         length = max(int(prompts.mask[prompt, : query + 1].sum()) for prompt, query in drawn)
         known = generator.permutation(_names(prompts).numpy())
         self.names = min(_NAMES, len(known))
@@ -145,8 +145,8 @@ class _Queries:
             columns = slice(query + 1 - int(prompts.mask[prompt, : query + 1].sum()), query + 1)
             contexts.append(prompts.inputs[prompt, columns])
             for of_relation, rel in zip(self.keys, relations, strict=True):
-                own = ((rel.prompt == prompt) & (rel.query == query)).nonzero()[:1, 0]
-                keys = rel.expand(own)[0][0, columns]
+                row_of_query = ((rel.prompt == prompt) & (rel.query == query)).nonzero()[:1, 0]
+                keys = rel.expand(row_of_query)[0][0, columns]
                 of_relation[row, -len(keys) :] = keys
                 at_keys.append(contexts[-1][keys].numpy())
         # Those that are seldom keys first, so that keys are left to attend to.
@@ -162,8 +162,10 @@ class _Queries:
         """Returns what `forward_alike` takes: the attention from the last token, with a token in its place."""
         inputs = self.prompts.inputs.clone()
         inputs[:, -1] = self.tokens[token]
-        each = torch.arange(len(inputs))
-        return Rows(replace(self.prompts, inputs=inputs), each, torch.full_like(each, inputs.shape[1] - 1), on_pattern)
+        prompt = torch.arange(len(inputs))
+        return Rows(
+            replace(self.prompts, inputs=inputs), prompt, torch.full_like(prompt, inputs.shape[1] - 1), on_pattern
+        )
 
 
 def _names(prompts: Prompts) -> Int[Tensor, " token"]:
@@ -173,8 +175,8 @@ def _names(prompts: Prompts) -> Int[Tensor, " token"]:
 
 def _exchanged(tokens: Int[Tensor, " pos"], new: Int[Tensor, ""]) -> Int[Tensor, " pos"]:
     """Exchanges the last token with another one throughout."""
-    own = tokens[-1]
-    return torch.where(tokens == own, new, torch.where(tokens == new, own, tokens))
+    last = tokens[-1]
+    return torch.where(tokens == last, new, torch.where(tokens == new, last, tokens))
 
 
 def share_at_least_first(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:

@@ -21,7 +21,8 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation, first_token
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
-from align_circuits.tables.tables import Provenance, Table, with_level
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table, with_level
 
 STANDARD = {
     "align_query": "hit",  # the alignment accuracy of Agarwal & Sarawagi (2025) is an argmax
@@ -210,12 +211,12 @@ class ScoreAccumulator:
     def __init__(self, metrics: dict[str, tuple[Relation, Measure]], layers: int, heads: int, prompts: int):
         self.metrics = metrics
         self.relations = list({id(relation): relation for relation, _ in metrics.values()}.values())
-        places = torch.cat([torch.stack([relation.prompt, relation.query], 1) for relation in self.relations])
+        pairs = torch.cat([torch.stack([relation.prompt, relation.query], 1) for relation in self.relations])
         # Several relations, and several entries of one, may read the same row (prompt, query): each row runs once, and
         # the entries are sorted by row, so that a binary search finds those of any batch.
-        rows, row_of = places.unique(dim=0, return_inverse=True)  # sorted by prompt, then by query
+        rows, row_of = pairs.unique(dim=0, return_inverse=True)  # sorted by prompt, then by query
         self.prompt, self.query = rows.T.contiguous()
-        self.sorted_rows = [part.sort() for part in row_of.split([len(relation) for relation in self.relations])]
+        self.sorted_rows = [index.sort() for index in row_of.split([len(relation) for relation in self.relations])]
         self.relations_on = cache(lambda device: [relation.to(device) for relation in self.relations])
         # part, whole, and the number of entries with a whole
         self.sums = {name: torch.zeros(3, layers, prompts, heads + 1, dtype=torch.float64) for name in metrics}
@@ -229,8 +230,8 @@ class ScoreAccumulator:
         if not new.all():
             rows, pattern = rows[new], pattern[new.to(pattern.device)]
         pattern = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
-        for chunk, part in self._chunks(rows, pattern):
-            measured = self._measure(chunk, part)
+        for chunk, some in self._chunks(rows, pattern):
+            measured = self._measure(chunk, some)
             for name, prompt, values in measured:  # all of them or, if memory ran out above, none
                 self.sums[name][:, layer].index_add_(1, prompt, values)
             self.seen[layer, chunk.rows] = True
@@ -239,11 +240,11 @@ class ScoreAccumulator:
         """Cuts a batch into chunks, so that little is in memory at once; the layers of a batch share them."""
         # The layers of a batch come one by one with the same rows, so masks made at the first serve all.
         size = max(1, _NUMBERS_AT_ONCE // max(1, pattern[:1].numel()))
-        for index, (chunk_rows, part) in enumerate(zip(rows.split(size), pattern.split(size), strict=True)):
+        for index, (chunk_rows, some) in enumerate(zip(rows.split(size), pattern.split(size), strict=True)):
             chunk = self.chunks.get(index)
             if chunk is None or not torch.equal(chunk.rows, chunk_rows):
-                self.chunks[index] = chunk = self._chunk(chunk_rows, part)
-            yield chunk, part
+                self.chunks[index] = chunk = self._chunk(chunk_rows, some)
+            yield chunk, some
 
     def _chunk(self, rows: Tensor, pattern: Tensor) -> _Chunk:
         """Collects the entries of each relation at some rows, with keys and candidates as masks."""
@@ -256,13 +257,13 @@ class ScoreAccumulator:
             first, end = torch.searchsorted(sorted_rows, rows), torch.searchsorted(sorted_rows, rows, right=True)
             count = end - first
             row = torch.arange(len(rows)).repeat_interleave(count)
-            place = torch.arange(len(row)) - (count.cumsum(0) - count)[row]  # among the entries at the same row
-            entry = order[first[row] + place]
+            rank = torch.arange(len(row)) - (count.cumsum(0) - count)[row]  # among the entries at the same row
+            entry = order[first[row] + rank]
             keys, candidates = on_device.expand(entry.to(device))
             seen = candidates.any(0).nonzero()
             window = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)
-            most = int(place.max()) + 1 if len(place) else 0
-            columns = torch.stack([n_columns + place, n_columns + most + place], 1).to(device)
+            most = int(rank.max()) + 1 if len(rank) else 0
+            columns = torch.stack([n_columns + rank, n_columns + most + rank], 1).to(device)
             in_window = keys[:, window], candidates[:, window]
             chunk_entries.append(
                 _Entries(relation, row.to(device), relation.prompt[entry], window, *in_window, columns)

@@ -125,9 +125,9 @@ def steer(
             edits = [replaced(prompts, layer, (1 - beta) * source + beta * target)]
         logits, engine = _last_logits(model, prompts, edits, options)
         for name, tokens in answers.items():
-            own = logits.gather(1, tokens[:, None])
-            rank = (logits > own).sum(1) + 0.5 * ((logits == own).sum(1) - 1)
-            measured = {"rank": rank.double(), "log_prob": (own[:, 0] - logits.logsumexp(1)).double()}
+            of_answer = logits.gather(1, tokens[:, None])
+            rank = (logits > of_answer).sum(1) + 0.5 * ((logits == of_answer).sum(1) - 1)
+            measured = {"rank": rank.double(), "log_prob": (of_answer[:, 0] - logits.logsumexp(1)).double()}
             keys += [{"beta": beta, "answer": name, "metric": metric} for metric in measured]
             values += [value.numpy() for value in measured.values()]
     settings = {"layer": layer, "betas": list(betas)}

@@ -109,9 +109,9 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict and its numbers."""
         count = f"{len(self.heads)} of {self.total} heads"
-        which = f"the named {count}" if self.role is None else f"the heads named for {self.role} ({count})"
-        which = f"the smallest set found, {describe(self.heads)} ({count})" if self.smallest else which
-        ablated = f"{which} ablated" if self.claim == "necessary" else f"all but {which} ablated"
+        subject = f"the named {count}" if self.role is None else f"the heads named for {self.role} ({count})"
+        subject = f"the smallest set found, {describe(self.heads)} ({count})" if self.smallest else subject
+        ablated = f"{subject} ablated" if self.claim == "necessary" else f"all but {subject} ablated"
         controls = f", beside {' and '.join(self.beside)}" if self.controls else f" ({self.why_no_controls})"
         best = {name: 1 / (1 + len(draws)) for name, draws in self.controls.items()}
         if self.controls and self._large and self.p == best and not self.holds:
@@ -139,7 +139,7 @@ def verdict_of(
     claim: Claim, heads: Sequence[Head], accuracies: Table, total: int, thresholds: Thresholds, **about: Any
 ) -> Verdict:
     """Returns the verdict on a set of heads, from the rows of `Evidence.set_ablations` of the targets that decide."""
-    by_name: Any = dict(iter(accuracies.frame.groupby("ablated")))
+    by_name = dict(iter(accuracies.frame.groupby("ablated")))
     prefix, name = ("", "named") if claim == "necessary" else ("rest of ", "rest")
     tested = by_name.get(name, by_name["nothing"]).iloc[0]  # all heads were named: there is no rest
     draws = {kind: by_name.get(f"{prefix}{row}") for kind, row in CONTROL_ROWS.items()}

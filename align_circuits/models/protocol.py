@@ -13,7 +13,7 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import once_a_call
 from align_circuits.jobs.identity import identity_of
 from align_circuits.prompts.prompts import Prompts, vocabulary_hash
-from align_circuits.tables.tables import Provenance
+from align_circuits.tables.provenance import Provenance
 
 
 def parameters_of(model: HookedModel, *, offloaded: bool = True) -> Iterator[tuple[str, Tensor]]:

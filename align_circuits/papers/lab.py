@@ -46,7 +46,8 @@ from align_circuits.models.protocol import model_identity
 from align_circuits.papers.claims import Check, Claims, checks_of
 from align_circuits.papers.statistics import Statistic, levels, measured, over_seeds, rows
 from align_circuits.report import plots
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 Scale = Literal["smoke", "cpu", "paper", "paper-s20", "smollm2"]
 """`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting; `smollm2` is made

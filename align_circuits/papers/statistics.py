@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from align_circuits.tables.intervals import binomial_interval, t_interval, weighted_mean
-from align_circuits.tables.tables import VALUES, Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import VALUES, Table
 
 # Numbers with their intervals
 

@@ -42,25 +42,25 @@ def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        place = f"{str(path)!r}, line {number}"
+        line_name = f"{str(path)!r}, line {number}"
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{place}: no JSON ({error}); give one object a line") from error
+            raise ValueError(f"{line_name}: no JSON ({error}); give one object a line") from error
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise ValueError(f"{place}: give an object with a string 'text'")
+            raise ValueError(f"{line_name}: give an object with a string 'text'")
         if unknown := sorted(record.keys() - SCHEMA.keys()):
-            raise ValueError(f"{place}: unknown key {unknown[0]!r}; a line may have {', '.join(SCHEMA)}")
+            raise ValueError(f"{line_name}: unknown key {unknown[0]!r}; a line may have {', '.join(SCHEMA)}")
         for key, value in record.items():
             kind, wanted = _TYPES.get(key, (str, "a string"))
             if not isinstance(value, kind):
-                raise ValueError(f"{place}: {key} is {type(value).__name__}; give {wanted}")
-        _check_relations(place, record.get("relations", {}))
+                raise ValueError(f"{line_name}: {key} is {type(value).__name__}; give {wanted}")
+        _check_relations(line_name, record.get("relations", {}))
         if records and (uneven := sorted(record.keys() ^ records[0].keys())):
-            raise ValueError(f"{place}: {uneven[0]!r} stands in some lines only; give it in all or in none")
+            raise ValueError(f"{line_name}: {uneven[0]!r} stands in some lines only; give it in all or in none")
         for key in ("positions", "relations"):
             if records and record.get(key, {}).keys() != records[0].get(key, {}).keys():
-                raise ValueError(f"{place}: {key} has other names than the first line; give the same in all")
+                raise ValueError(f"{line_name}: {key} has other names than the first line; give the same in all")
         records.append(record)
     if not records:
         raise ValueError(f"{str(path)!r} has no lines: give one JSON object a line, with a 'text'")
@@ -73,16 +73,16 @@ def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
 def _check_relations(place: str, relations: dict[str, Any]) -> None:
     """Raises unless each relation names its query, its keys and perhaps its candidates."""
     for name, relation in relations.items():
-        where = f"{place}: relation {name!r}"
+        shown = f"{place}: relation {name!r}"
         if not isinstance(relation, dict) or not {"query", "keys"} <= relation.keys() <= _RELATION:
-            raise ValueError(f"{where} needs 'query' and 'keys', may have 'candidates', and nothing else")
+            raise ValueError(f"{shown} needs 'query' and 'keys', may have 'candidates', and nothing else")
         lists = [relation[key] for key in ("keys", "candidates") if key in relation]
         if not all(isinstance(names, list) and names for names in lists):
-            raise ValueError(f"{where}: keys and candidates are lists of names of positions, with at least one")
+            raise ValueError(f"{shown}: keys and candidates are lists of names of positions, with at least one")
         given = [relation["query"], *(name for names in lists for name in names)]
         # An index would count tokens of the text for some, and columns of the padded prompts for others.
         if wrong := [name for name in given if not isinstance(name, str)]:
-            raise ValueError(f"{where}: {wrong[0]!r} is no name; name places under 'positions' and give the names here")
+            raise ValueError(f"{shown}: {wrong[0]!r} is no name; name places under 'positions' and give the names here")
 
 
 def places(column: list[dict[str, Any]]) -> dict[str, list[Any]]:

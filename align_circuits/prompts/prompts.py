@@ -133,8 +133,8 @@ class Prompts:
             if len(columns) != len(self):
                 raise ValueError(f"{name} has {len(columns)} entries for {len(self)} prompts: give one for each")
         for name, columns in self.positions.items():
-            at = (torch.arange(shape[1]) == torch.as_tensor(columns)[:, None]) & self.mask
-            if len(nowhere := (~at.any(1)).nonzero()):
+            marked = (torch.arange(shape[1]) == torch.as_tensor(columns)[:, None]) & self.mask
+            if len(nowhere := (~marked.any(1)).nonzero()):
                 raise ValueError(
                     f"positions[{name!r}] of prompt {int(nowhere[0])} is {int(columns[int(nowhere[0])])}, which holds "
                     "no token: give columns of prompts.tokens, where shorter prompts begin with padding"
@@ -142,10 +142,10 @@ class Prompts:
         if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
             raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
         for name in ("correct", "own_correct"):
-            part = getattr(self, name)
-            if part is not None and part.shape != (len(self.targets), len(self.answer_tokens)):
+            mask = getattr(self, name)
+            if mask is not None and mask.shape != (len(self.targets), len(self.answer_tokens)):
                 raise ValueError(
-                    f"{name} has shape {tuple(part.shape)}; it needs a row for each of the {len(self.targets)} targets "
+                    f"{name} has shape {tuple(mask.shape)}; it needs a row for each of the {len(self.targets)} targets "
                     f"and a column for each of the {len(self.answer_tokens)} answer_tokens"
                 )
 
@@ -176,8 +176,8 @@ class Prompts:
     @property
     def drawn_relation(self) -> str | None:
         """The relation that `to_html` draws unless told: the one of your own added last; None beside an alignment."""
-        own = [name for name in self.relations if name not in ("induction", "previous", "duplicate")]
-        return own[-1] if own and not self.is_aligned else None
+        added = [name for name in self.relations if name not in ("induction", "previous", "duplicate")]
+        return added[-1] if added and not self.is_aligned else None
 
     @checked
     def to_html(self, index: int = 0, examples: int | None = None, relation: str | None = None) -> str:
@@ -197,7 +197,7 @@ class Prompts:
             KeyError: A relation that the prompts do not have.
         """
         prompt, relation = self[index], relation or self.drawn_relation
-        aligned = {name: part for name, part in prompt.relations.items() if name in _ALIGNMENT}
+        aligned = {name: relation_shown for name, relation_shown in prompt.relations.items() if name in _ALIGNMENT}
         if relation is not None and relation not in prompt.relations:
             raise KeyError(f"no relation {relation!r} in these prompts; they have {', '.join(prompt.relations)}")
         group, framed = prompt._rows_of(prompt.relations[relation]) if relation else prompt._alignment(aligned)
@@ -267,8 +267,8 @@ class Prompts:
     def digest(self) -> str:
         """A hash of inputs, mask, targets and groups, the same for equal prompts, whose tables may be paired."""
         sha = hashlib.sha256()
-        for part in (self.inputs, self.mask):
-            sha.update(np.ascontiguousarray(part.numpy()).tobytes())
+        for tensor in (self.inputs, self.mask):
+            sha.update(np.ascontiguousarray(tensor.numpy()).tobytes())
         sha.update(self.targets[["prompt", "query_pos", "token"]].to_numpy(dtype=np.int64).tobytes())
         if self.group is not None:
             sha.update(self.group.numpy().tobytes())
@@ -334,13 +334,13 @@ class Prompts:
         """The prompts with these rows of the targets, in this order, and the rows of relations that belong to them."""
         new_row = torch.full((len(self.targets),), IGNORE)
         new_row[old_rows] = torch.arange(len(old_rows))
-        relations = {name: part.select(new_row[part.target] != IGNORE) for name, part in self.relations.items()}
+        relations = {name: old.select(new_row[old.target] != IGNORE) for name, old in self.relations.items()}
         return replace(
             self,
             targets=self.targets.iloc[old_rows.numpy()].reset_index(drop=True),
             correct=None if self.correct is None else self.correct[old_rows],
             own_correct=None if self.own_correct is None else self.own_correct[old_rows],
-            relations={name: replace(part, target=new_row[part.target]) for name, part in relations.items()},
+            relations={name: replace(old, target=new_row[old.target]) for name, old in relations.items()},
         )
 
     def mask_of(self, positions: str | Sequence[str]) -> Bool[Tensor, "prompt pos"]:
@@ -387,8 +387,8 @@ class Prompts:
         if isinstance(keep, str) and keep in KINDS and keep not in self.positions:
             chosen = (self.targets["kind"] == keep).to_numpy()
         elif isinstance(keep, str):
-            at = self.columns_of(keep)[self.column("prompt")]
-            chosen = (self.column("query_pos") == at).numpy()
+            columns = self.columns_of(keep)[self.column("prompt")]
+            chosen = (self.column("query_pos") == columns).numpy()
         else:
             chosen = np.asarray(keep(self.targets.copy()) if callable(keep) else keep)
         if chosen.shape != (len(self.targets),) or chosen.dtype != bool:
@@ -490,17 +490,17 @@ class Prompts:
         targets = next_token_targets(prompt, query, inputs[prompt, query + 1], offset=query - start[prompt])
         makers = {"induction": rel.induction, "previous": rel.previous_token, "duplicate": rel.duplicate_token}
         row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
-        made: dict[str, Relation] = {}
-        for name, make in (makers | dict(relations or {})).items():  # one of your own may write into what it is given
-            made[name] = make(*deepcopy((inputs, mask)), **deepcopy(row_columns))
-        _check_keys({name: made[name] for name in relations or {}})
+        labelled: dict[str, Relation] = {}
+        for name, label in (makers | dict(relations or {})).items():  # one of your own may write into what it is given
+            labelled[name] = label(*deepcopy((inputs, mask)), **deepcopy(row_columns))
+        _check_keys({name: labelled[name] for name in relations or {}})
         return cls(
             inputs,
             mask,
             token_kinds=torch.where(mask, TokenKind.TEXT.value, TokenKind.PAD.value),
             example=torch.where(mask, 0, IGNORE),
             targets=targets,
-            relations=made,
+            relations=labelled,
             token_strings=text_of(tokenizer, inputs[mask].unique()) if tokenizer is not None else {},
             tokenizer_hash=vocabulary_hash(tokenizer) if tokenizer is not None else None,
             task={"name": "tokens"},
@@ -569,9 +569,9 @@ class Prompts:
             raise ValueError(f"groups: {len(groups)} for {len(prompts)} texts; give a list with one for each")
         if groups is not None and pd.isna(pd.Series(list(groups))).any():
             raise ValueError("groups: a text has none (None or NaN); give one for each, a name of its own if unrelated")
-        places = {name: start + torch.tensor([text.places[name] for text in tokenized]) for name in tokenized[0].places}
+        named = {name: start + torch.tensor([text.places[name] for text in tokenized]) for name in tokenized[0].places}
         group = None if groups is None else torch.from_numpy(pd.factorize(pd.Series(list(groups)))[0])
-        return replace(prompts, positions=places, group=group)
+        return replace(prompts, positions=named, group=group)
 
     @classmethod
     @checked
@@ -611,8 +611,8 @@ class Prompts:
         if len(corrupted) != len(clean):
             raise ValueError(f"corrupted: {len(corrupted)} for {len(clean)} clean texts; give a list with one for each")
         tokenized = tokenize(clean, tokenizer, answer, wrong, positions)
-        others = tokenize(corrupted, tokenizer, corrupted_answer, None, None)
-        pairs = [(text, other, other.ids[: other.n_text]) for text, other in zip(tokenized, others, strict=True)]
+        partners = tokenize(corrupted, tokenizer, corrupted_answer, None, None)
+        pairs = [(text, other, other.ids[: other.n_text]) for text, other in zip(tokenized, partners, strict=True)]
         if same := [index for index, (text, _, ids) in enumerate(pairs) if text.ids[: text.n_text] == ids]:
             raise ValueError(
                 f"{len(same)} of {len(clean)} pairs, such as pair {same[0]}, have a corrupted text equal to the clean "
@@ -628,12 +628,12 @@ class Prompts:
             inputs[row, first : first + text.n_text] = torch.tensor(ids)
         strings = {**prompts.token_strings, **text_of(tokenizer, inputs[prompts.mask].unique())}
         if corrupted_answer is not None:
-            own = [
+            tokens = [
                 token
                 for text, other, _ in pairs
                 for token in _known(text.ids[text.n_text :], other.ids[other.n_text :])
             ]
-            own_token, token = torch.tensor(own), prompts.column("token")
+            own_token, token = torch.tensor(tokens), prompts.column("token")
             answer_tokens = torch.cat([token, own_token[own_token != IGNORE]]).unique()
             strings |= text_of(tokenizer, answer_tokens)
             prompts = replace(prompts, answer_tokens=answer_tokens, correct=token[:, None] == answer_tokens)
@@ -694,8 +694,8 @@ class Prompts:
     def save(self, path: str | Path) -> None:
         """Writes the prompts into one safetensors file."""
         tensors = {name: getattr(self, name) for name in _TENSORS}
-        for part in ("latent", "positions"):
-            tensors |= {f"{part}.{name}": value for name, value in getattr(self, part).items()}
+        for group_of in ("latent", "positions"):
+            tensors |= {f"{group_of}.{name}": value for name, value in getattr(self, group_of).items()}
         tensors |= {
             name: value for name in ("correct", "own_correct", "group") if (value := getattr(self, name)) is not None
         }
@@ -736,11 +736,11 @@ class Prompts:
             raise ValueError(f"{str(path)!r} holds no prompts: give a file that Prompts.save wrote") from error
         columns: dict[str, Any] = {name: tensors[f"targets.{name}"].numpy() for name in header["columns"]}
         columns["kind"] = np.array(header["kinds"], dtype=object)[columns["kind"]]
-        parts = [name for f in fields(Relation) if (name := f.name) not in _FLAGS]
+        columns_of = [name for f in fields(Relation) if (name := f.name) not in _FLAGS]
         relations = {
             key: Relation(
                 **dict(zip(_FLAGS, flags, strict=False)),  # files of earlier versions have fewer
-                **{part: tensors[f"relations.{key}.{part}"] for part in parts},
+                **{column: tensors[f"relations.{key}.{column}"] for column in columns_of},
             )
             for key, flags in header["relations"].items()
         }

@@ -179,25 +179,25 @@ class _Row:
         self, name: str, prompts: Any, pair: tuple[int, int | str, Sequence[int | str]], candidates: Any
     ) -> None:
         self.prompt, query, keys = pair
-        where = f"relation {name!r}, prompt {self.prompt}"
+        origin = f"relation {name!r}, prompt {self.prompt}"
         if not 0 <= self.prompt < len(prompts):
-            raise ValueError(f"{where}: there are {len(prompts)} prompts, counted from 0")
+            raise ValueError(f"{origin}: there are {len(prompts)} prompts, counted from 0")
         if isinstance(keys, int | str) or not len(keys):
-            raise ValueError(f"{where}: keys={keys!r}; give a list of positions, at least one")
-        self.query = self._column(where, prompts, query)
-        self.keys = sorted({self._column(where, prompts, key) for key in keys})
+            raise ValueError(f"{origin}: keys={keys!r}; give a list of positions, at least one")
+        self.query = self._column(origin, prompts, query)
+        self.keys = sorted({self._column(origin, prompts, key) for key in keys})
         if self.keys[-1] > self.query:
-            raise ValueError(f"{where}: key {self.keys[-1]} lies behind its query {self.query}, which cannot see it")
+            raise ValueError(f"{origin}: key {self.keys[-1]} lies behind its query {self.query}, which cannot see it")
         if candidates is None:
             self.candidates = [int(column) for column in prompts.mask[self.prompt].nonzero()[:, 0]]
         else:
-            self.candidates = sorted({self._column(where, prompts, place) for place in candidates})
+            self.candidates = sorted({self._column(origin, prompts, candidate) for candidate in candidates})
         self.candidates = [column for column in self.candidates if column <= self.query]
         if missing := sorted(set(self.keys) - set(self.candidates)):
-            raise ValueError(f"{where}: key {missing[0]} is not among the candidates; add it to them")
+            raise ValueError(f"{origin}: key {missing[0]} is not among the candidates; add it to them")
         targets = prompts.targets[prompts.targets["prompt"] == self.prompt]
         if targets.empty:
-            raise ValueError(f"{where}: the prompt has no target; leave it out with prompts[...]")
+            raise ValueError(f"{origin}: the prompt has no target; leave it out with prompts[...]")
         at_query = targets.index[targets["query_pos"] == self.query]
         self.target = int((at_query if len(at_query) else targets.index)[0])
 

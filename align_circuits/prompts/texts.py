@@ -54,7 +54,7 @@ def tokenize(
     for name, column in columns.items():
         if column is not None and len(column) != len(texts):
             raise ValueError(f"{name}: {len(column)} for {len(texts)} texts; give a list with one for each")
-    named = {name: _of_each(name, place, len(texts)) for name, place in (positions or {}).items()}
+    named = {name: _of_each(name, given, len(texts)) for name, given in (positions or {}).items()}
     if answer is not None and END in named:
         raise ValueError(f"positions: {END!r} is the text's last token by itself; take another name")
     tokenized, doubts, refused = [], {}, {}
@@ -62,17 +62,17 @@ def tokenize(
         ids = _ids(tokenizer, text)
         if not ids:
             raise ValueError(f"text {index} is empty")
-        places = {name: _place(tokenizer, index, text, ids, name, place[index]) for name, place in named.items()}
-        answered, others = ids, []
+        columns_of = {name: _place(tokenizer, index, text, ids, name, given[index]) for name, given in named.items()}
+        answered, wrong_ids = ids, []
         if answer is not None:
             answered = ids + _continuation(tokenizer, index, "answer", text, ids, answer[index])
-            places[END] = len(ids) - 1
+            columns_of[END] = len(ids) - 1
         if answer is not None and wrong is not None:
-            others = _continuation(tokenizer, index, "wrong answer", text, ids, wrong[index])
-            if apart := _not_comparable(tokenizer, answered[len(ids) :], others):
+            wrong_ids = _continuation(tokenizer, index, "wrong answer", text, ids, wrong[index])
+            if apart := _not_comparable(tokenizer, answered[len(ids) :], wrong_ids):
                 refused[index] = apart
-        tokenized.append(TokenizedText(text, answered, len(ids), others, places))
-        places_of = {name: place[index] for name, place in named.items()}
+        tokenized.append(TokenizedText(text, answered, len(ids), wrong_ids, columns_of))
+        places_of = {name: given[index] for name, given in named.items()}
         if doubt := _doubt(tokenizer, text, "" if answer is None else answer[index], places_of):
             doubts[index] = doubt
     if refused:
@@ -131,10 +131,10 @@ def check_aligned(index: int, clean: TokenizedText, corrupted: Sequence[int], to
         return
     for _, start, end, other_start, other_end in SequenceMatcher(None, ids, corrupted, autojunk=False).get_opcodes():
         if end - start != other_end - other_start:
-            here, there = tokenizer.decode(ids[start:end]), tokenizer.decode(corrupted[other_start:other_end])
+            words, others = (tokenizer.decode(ids[start:end]), tokenizer.decode(corrupted[other_start:other_end]))
             raise ValueError(
-                f"pair {index}: at token {start} the clean text has {here!r} ({end - start} tokens) and the corrupted "
-                f"one {there!r} ({other_end - other_start} tokens): take words of equally many tokens"
+                f"pair {index}: at token {start} the clean text has {words!r} ({end - start} tokens) and the corrupted "
+                f"one {others!r} ({other_end - other_start} tokens): take words of equally many tokens"
             )
 
 
@@ -232,21 +232,21 @@ def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, pla
         if not -len(ids) <= place < len(ids):
             raise ValueError(f"positions[{name!r}]: no token {place} in text {index}, which has {len(ids)}")
         return place % len(ids)
-    part, occurrence = (place, None) if isinstance(place, str) else place
-    found = _occurrences(text, part)
-    if not found or (occurrence is not None and not -len(found) <= occurrence < len(found)):
-        raise ValueError(f"positions[{name!r}]: text {index} has {part!r} {len(found)} times: {text!r}")
-    if occurrence is None and len(found) > 1:
+    word, occurrence = (place, None) if isinstance(place, str) else place
+    starts = _occurrences(text, word)
+    if not starts or (occurrence is not None and not -len(starts) <= occurrence < len(starts)):
+        raise ValueError(f"positions[{name!r}]: text {index} has {word!r} {len(starts)} times: {text!r}")
+    if occurrence is None and len(starts) > 1:
         raise ValueError(
-            f"positions[{name!r}]: {part!r} occurs {len(found)} times in text {index}; say which one, as ({part!r}, 0)"
+            f"positions[{name!r}]: {word!r} occurs {len(starts)} times in text {index}; say which one, as ({word!r}, 0)"
         )
-    last = found[occurrence or 0] + len(part) - 1
+    last = starts[occurrence or 0] + len(word) - 1
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"positions[{name!r}]: this tokenizer does not say where its tokens lie; give token indices")
     encoded = read_by(tokenizer, text, return_offsets_mapping=True)
     offsets = encoded["offset_mapping"][_doubled(tokenizer, text, encoded["input_ids"]) :]
     if not (tokens := [token for token, (start, end) in enumerate(offsets) if start <= last < end]):
-        raise ValueError(f"positions[{name!r}]: no token of text {index} holds the end of {part!r}; take another part")
+        raise ValueError(f"positions[{name!r}]: no token of text {index} holds the end of {word!r}; take another part")
     return tokens[-1]  # a letter of several bytes may be several tokens
 
 
@@ -291,8 +291,8 @@ def in_characters(texts: Sequence[str]) -> list[str]:
     for letter in _bytes_of("".join(texts)).decode("utf-8", "surrogateescape"):
         spelled = letter.encode("utf-8", "surrogateescape")
         spelling = dict.fromkeys(token_of[start : (start := start + len(spelled))])
-        for part, index in enumerate(spelling, 1):
-            shown[index] += _with_bytes(spelled) + (f"⟨{part}/{len(spelling)}⟩" if len(spelling) > 1 else "")
+        for index_in_word, index in enumerate(spelling, 1):
+            shown[index] += _with_bytes(spelled) + (f"⟨{index_in_word}/{len(spelling)}⟩" if len(spelling) > 1 else "")
     return shown
 
 

@@ -42,8 +42,8 @@ def glossary() -> tuple[Definition, ...]:
     text = files("align_circuits.report").joinpath("glossary.md").read_text(encoding="utf-8")
     return tuple(
         _entry_of(tuple(entry["terms"].split(", ")), entry["meaning"], heading)
-        for heading, part in re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", text, re.MULTILINE)
-        for entry in _ENTRY.finditer(part)
+        for heading, section in re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", text, re.MULTILINE)
+        for entry in _ENTRY.finditer(section)
     )
 
 
@@ -62,12 +62,12 @@ class Definitions:
 
     def __init__(self, roles: Mapping[str, str] | None = None, translation: bool = True):
         left_out = _NEVER if translation else (*_NEVER, _TRANSLATION)
-        own = [
-            Definition((role,), f"A head that {meaning}.", "", f"role-{place}")
-            for place, (role, meaning) in enumerate((roles or {}).items())
+        of_roles = [
+            Definition((role,), f"A head that {meaning}.", "", f"role-{number}")
+            for number, (role, meaning) in enumerate((roles or {}).items())
         ]
         known = [entry for entry in glossary() if entry.section not in left_out]
-        self._entries = (*known, *own)
+        self._entries = (*known, *of_roles)
         self._by_term = {
             str(escape(term)).lower(): entry for entry in self._entries for term in entry.terms if term not in _ORDINARY
         }

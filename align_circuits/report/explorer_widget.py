@@ -121,11 +121,11 @@ class Explorer(AnyWidget):
         runs = {"intact": []} | ({f"without {', '.join(self.ablated)}": self._edits(heads)} if heads else {})
         columns: dict[str, list[str]] = {}
         for name, edits in runs.items():
-            found = answers(self._model, prompt, edits=edits, options=self._options)
-            columns.setdefault("target", list(map(readable, found["target"])))
-            marked = zip(found["answer"], found["right"], strict=True)
+            answered = answers(self._model, prompt, edits=edits, options=self._options)
+            columns.setdefault("target", list(map(readable, answered["target"])))
+            marked = zip(answered["answer"], answered["right"], strict=True)
             columns[name] = [f"{readable(text)}{'' if right else ' ✗'}" for text, right in marked]
-            columns[f"p, {name}"] = [f"{value:.2f}" for value in found["p"]]
+            columns[f"p, {name}"] = [f"{value:.2f}" for value in answered["p"]]
         return Html(pd.DataFrame(columns).to_html(index=False, border=0))
 
     def _edits(self, heads: Sequence[Head]) -> list[Edit]:

@@ -73,13 +73,13 @@ def save_localization(
     Raises:
         ValueError: The folder cannot be written, or holds other folders where the tables go.
     """
-    others = ("patching_effects", "ablation_effects", "set_ablations", "interchanges")
+    tables = ("patching_effects", "ablation_effects", "set_ablations", "interchanges")
     caveats = localization.caveat_sentences
     summary = " ".join([answer_of(localization) or localization.answer, *caveats[:1]])
     with replacing_in(
-        folder, going=(*FILES, PER_PROMPT, *others, "group_ablations")
+        folder, going=(*FILES, PER_PROMPT, *tables, "group_ablations")
     ) as new:  # the last of an earlier version
-        for name in others:
+        for name in tables:
             if getattr(localization.evidence, name) is not None:
                 getattr(localization.evidence, name).save(new / name)
         write_report(
@@ -97,8 +97,8 @@ def save_localization(
 
 def title_of(localization: Localization) -> str:
     """Returns the heading of the report: the model, and the roles that heads were looked for in."""
-    *others, last = localization.task.roles
-    roles = f"{', '.join(others)} and {last}" if others else last
+    *first, last = localization.task.roles
+    roles = f"{', '.join(first)} and {last}" if first else last
     return f"Heads of {localization.table.provenance.model.get('name', 'the model')} for {roles}"
 
 
@@ -110,7 +110,7 @@ def baselines_in_words(localization: Localization) -> dict[str, str]:
     names = {"accuracy": "accuracy", "log_prob": "log-probability (nats)"}
     lines = {}
     for metric, name in names.items():
-        rows: Any = baselines.where(kind="all", metric=metric).frame.set_index("run")
+        rows = baselines.where(kind="all", metric=metric).frame.set_index("run")
         runs = [run for run in (CLEAN, CORRUPTED) if run in rows.index]
         numbers = [f"{run} {_formatted(rows.loc[run, ['value', 'low', 'high']].tolist(), metric)}" for run in runs]
         lines[name] = ", ".join([*numbers, f"a guess {rows.loc[CHANCE, 'value']:.2f}"])
@@ -120,13 +120,13 @@ def baselines_in_words(localization: Localization) -> dict[str, str]:
 def _sections(localization: Localization) -> Iterator[Section]:
     drawn, attention = figures(localization), attention_of(localization)
     rows, heads = sum(map(len, localization.heads_by_role.values())), len(localization.named_heads)
-    found = f"{heads} heads with {rows} roles" if heads else "No head is named"
+    count = f"{heads} heads with {rows} roles" if heads else "No head is named"
     table = re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
     whole = Markup("<details><summary>The whole result in words</summary><p>{}</p></details>")
     content = f"{table}{whole.format(localization.summary)}"
     controlled = "control" in set(localization.table.frame["metric"])
     control = _TEXTS["parts"]["control"] if controlled else ""
-    yield _section("The heads", content, found=found, limits=localization.thresholds, control=control)
+    yield _section("The heads", content, found=count, limits=localization.thresholds, control=control)
     if localization.unnamed:
         yield _section("Heads that were not named", unnamed_table(localization), share=LARGE_EFFECT)
     if localization.redundant:
@@ -149,8 +149,8 @@ def _sections(localization: Localization) -> Iterator[Section]:
         yield _section("Attention on the test example", attention)
     prompt = localization.prompts[0]
     drawings = list(_drawings(localization, attention)) if attention is not None else []
-    then = _TEXTS["parts"]["drawings"] if drawings else ""
-    yield _section("A prompt", [Html(prompt.to_html()), *drawings], legend=legend_of(prompt), drawings=then)
+    caption = _TEXTS["parts"]["drawings"] if drawings else ""
+    yield _section("A prompt", [Html(prompt.to_html()), *drawings], legend=legend_of(prompt), drawings=caption)
     aligners, texts = bool({*ALIGNERS} & {*localization.task.roles}), _TEXTS["thresholds"]
     texts = {**texts, "score": texts["score_aligners"]} if aligners else texts
     thresholds = [(texts[name], f"{value:g}") for name, value in asdict(localization.thresholds).items()]
@@ -193,7 +193,7 @@ def figures(localization: Localization) -> dict[str, go.Figure]:
         if not len(table):
             continue
         kinds = kinds_of(table.frame)
-        frame: Any = table.frame.drop(columns=["estimated"], errors="ignore")  # no estimate is among the largest
+        frame = table.frame.drop(columns=["estimated"], errors="ignore")  # no estimate is among the largest
         maps[name] = plots.head_maps(
             Table(frame, table.provenance).where(metric="log_prob"),
             kinds,

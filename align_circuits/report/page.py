@@ -17,7 +17,8 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import Html, rendered
 from align_circuits.report.attention_view import AttentionView, circuitsvis_script
 from align_circuits.report.definitions import Definitions
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 Content = go.Figure | Table | AttentionView | str
 """The content of a section; a string is HTML."""
@@ -73,7 +74,9 @@ def write_report(
         details=details,
         facts={name: fact for name, fact in (_known(provenance) | dict(facts or {})).items() if fact},
         scripts=[
-            packed(script()) for kind, script in libraries.items() if any(issubclass(each, kind) for each in kinds)
+            packed(script())
+            for kind, script in libraries.items()
+            if any(issubclass(figure_type, kind) for figure_type in kinds)
         ],
         sections=blocks,
         words=Definitions(roles, _is_translation(provenance)),

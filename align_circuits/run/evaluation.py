@@ -19,7 +19,8 @@ from align_circuits.run.baselines import SHARES
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import Metric, TargetMetrics, by_kind, means_by_prompt
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 ALL_OFFSETS = None
 """The `offset` of rows that are about all places in a phrase: missing in the table."""

@@ -25,7 +25,8 @@ from align_circuits.run.batching import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture, widened
 from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.target_metrics import Metric, TargetMetrics, name_of_metric
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 Direction = Literal["noise", "denoise"]
 

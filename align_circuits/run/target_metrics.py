@@ -23,7 +23,8 @@ from align_circuits.prompts.prompts import KINDS, WRONG, Prompts
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions, progress_bar
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 MetricName = Literal["accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
 

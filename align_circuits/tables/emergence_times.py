@@ -10,7 +10,8 @@ from numpy import ndarray
 
 from align_circuits.checks import checked
 from align_circuits.tables.intervals import over_seeds
-from align_circuits.tables.tables import VALUES, Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import VALUES, Table
 
 MIN_RISE = 0.3
 """The smallest rise that counts as emergence."""

@@ -1,13 +1,10 @@
-"""A table of measurements with intervals, and where they came from."""
+"""A table of measurements with intervals."""
 
 import html
 import json
-import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +21,7 @@ from align_circuits.jobs.files import is_path, replacing
 from align_circuits.jobs.folders import finish_moves, replacing_in
 from align_circuits.tables import baselines, calls
 from align_circuits.tables import intervals as stats
+from align_circuits.tables.provenance import TEXTS, Provenance
 from align_circuits.tables.ranking import best_end
 
 VALUES = ("value", "low", "high", "n")
@@ -41,49 +39,8 @@ PER_PROMPT = "values.safetensors"
 BASELINES = "baselines"
 """The folder within that of a table that holds its baselines."""
 
-_TEXTS = "texts"
-"""The entry of a saved provenance with the key columns that hold texts which look like numbers or like nothing."""
-
 _LEVELS = ("interchange_accuracy", "interchange")
 """Verbs whose numbers are metrics of edited runs, not changes of them."""
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Enough to repeat a measurement, and to distinguish two tables."""
-
-    verb: str
-    """The public function that made it, such as `"score_heads"`."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Its arguments, as JSON."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """Name, shape, dtype, device and a hash of the weights."""
-    data: Mapping[str, Any] = field(default_factory=dict)
-    """The task and its seed, and a hash of the tokens."""
-    engine: str = ""
-    """What ran: `"replay"`, `"fast"` or `"reference"`."""
-    versions: Mapping[str, str] = field(default_factory=lambda: dict(_versions()))
-
-    def to_json(self) -> str:
-        """Returns the provenance as indented JSON."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> "Provenance":
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: Another text.
-        """
-        try:
-            given = json.loads(text)
-            given.pop(_TEXTS, None)
-            for name, value in given.items():
-                if not isinstance(value, str if name in ("verb", "engine") else dict):
-                    raise TypeError(f"{name} is {value!r}")
-            return cls(**given)
-        except (TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no provenance of a table ({error}): give what Table.save wrote") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -538,7 +495,7 @@ class Table:
                 save_file({"values": _narrow(self.values), "weights": _narrow(weights)}, new / PER_PROMPT)
             record = json.loads(self.provenance.to_json())
             if texts := _texts_like_numbers(self.frame):
-                record[_TEXTS] = texts
+                record[TEXTS] = texts
             (new / "provenance.json").write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             if self.baselines is not None:
                 self.baselines.save(new / BASELINES, compress=compress, per_prompt=per_prompt)
@@ -568,7 +525,7 @@ class Table:
         except ValueError as error:
             raise ValueError(f"{str(folder / 'provenance.json')!r}: {error}") from error
         try:
-            texts: list[str] = json.loads(text).get(_TEXTS, [])
+            texts: list[str] = json.loads(text).get(TEXTS, [])
             frame = pd.read_csv(path)
             if texts:
                 as_texts = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=[""])
@@ -724,14 +681,3 @@ def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
 
 _PLACES = {"head": ("layer", "head"), "kv_head": ("layer", "head"), "layer": ("layer",), "edge": ("sender", "receiver")}
 """The parts of a model by level, and the keys that name one."""
-
-
-@cache
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("align-circuits", "torch", "transformers", "transformer-lens", "peft"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions

@@ -22,7 +22,8 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.alike_prompts import forward_alike
 from align_circuits.run.evaluation import ALL_OFFSETS, summarize_targets
 from align_circuits.run.options import RunOptions
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 PROBED = ("align_query", "align_key", "lookup")
 """The head metrics that every probe measures."""

@@ -43,7 +43,8 @@ from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
 from align_circuits.run.memory import check_memory, of_training
 from align_circuits.run.options import RunOptions
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task
 from align_circuits.tasks.seq2seq import Seq2SeqTask

@@ -32,7 +32,8 @@ from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Ro
 from align_circuits.papers.statistics import NOT_MEASURED, Measured, Statistic, as_rows, rows, statistic
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import TargetMetrics, by_kind
-from align_circuits.tables.tables import VALUES, Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import VALUES, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 ROLES = ("align_query", "align_key", "lookup")

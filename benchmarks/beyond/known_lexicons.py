@@ -17,7 +17,8 @@ from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Ro
 from align_circuits.papers.statistics import rows
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import Metric, TargetMetrics
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.lexicon import LexiconTask, Order
 
 ORDERS = get_args(Order)

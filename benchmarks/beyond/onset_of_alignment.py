@@ -18,7 +18,8 @@ from align_circuits.papers.lab import About, Experiment, Rows, seed_courses
 from align_circuits.papers.statistics import over_seeds
 from align_circuits.report import plots
 from align_circuits.run.evaluation import ALL_OFFSETS
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.training.loop import TrainConfig
 from align_circuits.training.tuning import TuneConfig
 

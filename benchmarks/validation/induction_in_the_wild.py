@@ -31,7 +31,8 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import TargetMetrics
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.lexicon import LexiconTask
 from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.task import TOKEN_ROLES

@@ -25,7 +25,8 @@ from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.statistics import per_seed
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 CHAINS = RecallWorld.small()
 ICL = DemonstrationsTask(CHAINS, 5)

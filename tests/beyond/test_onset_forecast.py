@@ -11,7 +11,8 @@ from align_circuits.beyond.onset_forecast import MEASURES, AlignedLogits, Onset,
 from align_circuits.beyond.onset_of_alignment import ONSET, as_table, errors, simulated, uninformative
 from align_circuits.papers.abrupt.theory import NestedLogits
 from align_circuits.tables.emergence_times import sustained_step
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.training.loop import TrainConfig
 
 LOSS = AlignedLogits(n_labels=26, n_pairs=5)

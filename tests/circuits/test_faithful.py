@@ -24,7 +24,8 @@ from align_circuits.circuits.faithful import (
 from align_circuits.hooks.graph import Graph
 from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables import intervals as stats
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
 

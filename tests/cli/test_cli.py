@@ -20,7 +20,8 @@ from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
 from align_circuits.cli.verb import PromptVerb
 from align_circuits.report.page import MAX_BYTES, packed
 from align_circuits.tables.calls import Call
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.training.tuning import TuneConfig
 
 SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]

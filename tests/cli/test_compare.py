@@ -8,7 +8,8 @@ import pytest
 
 from align_circuits.cli import main
 from align_circuits.cli.verb import command_line
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 HEADS: Any = pd.DataFrame({"level": "head", "layer": [0, 0, 1], "head": [0, 1, 0], "metric": "lookup"})
 

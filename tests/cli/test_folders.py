@@ -15,7 +15,8 @@ from align_circuits.cli.folders import results_folder
 from align_circuits.jobs import folders
 from align_circuits.jobs.files import replacing
 from align_circuits.jobs.folders import finish_moves, replacing_in
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 OLD, NEW = ({"table.csv": text, "report.html": text, "provenance.json": text} for text in ("old", "new"))
 

@@ -12,7 +12,7 @@ import align_circuits as ac
 from align_circuits.heads import evidence
 from align_circuits.heads.evidence import HeadSets, evidence_table, smallest_sets
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.tables.tables import Provenance
+from align_circuits.tables.provenance import Provenance
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=2)
 HEADS = [(layer, head) for layer in range(3) for head in range(4)]

@@ -11,7 +11,7 @@ from align_circuits.heads import heads_without_role as module
 from align_circuits.heads.heads_without_role import UnnamedHead, effects_of_others, unnamed_heads
 from align_circuits.heads.naming import NamingTests
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.tables.tables import Provenance
+from align_circuits.tables.provenance import Provenance
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=3)
 

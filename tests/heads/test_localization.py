@@ -14,7 +14,7 @@ from align_circuits.heads.localization import TaskFacts
 from align_circuits.heads.redundant_heads import RedundantHead
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict
-from align_circuits.tables.tables import Provenance
+from align_circuits.tables.provenance import Provenance
 
 
 @pytest.fixture

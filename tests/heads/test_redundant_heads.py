@@ -14,7 +14,7 @@ from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.edits import Ablate
 from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
 from align_circuits.run.target_metrics import TargetMetrics
-from align_circuits.tables.tables import Provenance
+from align_circuits.tables.provenance import Provenance
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=3, alignment="permutation")
 

@@ -13,7 +13,7 @@ from align_circuits.heads.candidates import attending, attending_diffusely, caus
 from align_circuits.heads.naming import NamingTests, diffuse_aligners, named_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict, verdict_of
-from align_circuits.tables.tables import Provenance
+from align_circuits.tables.provenance import Provenance
 
 FOUND = {"score": 0.5, "attention": 0.3, "q": 0.05, "ablation": 0.01, "denoising": -0.2}
 """What a head just has to reach."""

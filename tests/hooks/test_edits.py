@@ -21,7 +21,7 @@ from align_circuits.jobs.identity import identity_of
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.forward_pass import capture, forward
-from align_circuits.tables.tables import Provenance
+from align_circuits.tables.provenance import Provenance
 
 HEADS = [(0, 2), (0, 3), (1, 0), (1, 1)]
 """Two in each layer, which share a key head where four heads have two."""

@@ -19,7 +19,8 @@ import align_circuits as ac
 from align_circuits.jobs.checkpoints import NAME
 from align_circuits.models.folder_checks import _tensors_in
 from align_circuits.models.gguf_files import read_gguf
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
 

@@ -39,7 +39,8 @@ from align_circuits.papers.statistics import (
     value_of,
 )
 from align_circuits.tables.intervals import binomial_interval
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,8 @@ from align_circuits.papers.statistics import (
     rows,
     the_row,
 )
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 
 def value(measure: str, noise: float, seed: int, step: int) -> float:

@@ -23,7 +23,8 @@ from align_circuits.report import page as report
 from align_circuits.report import save_localization
 from align_circuits.report.localize_report import attention_of, figures, named_heads
 from align_circuits.report.page import write_report
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 MADE = Provenance("test")
 TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=4)

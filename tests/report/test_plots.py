@@ -15,7 +15,8 @@ from refusals import refused
 import align_circuits as ac
 from align_circuits.report import plots as typed_plots
 from align_circuits.report.plots import pictures
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 MADE = Provenance("test")
 plots: Any = typed_plots  # plotly's figures are built at run time: a type checker sees none of their fields

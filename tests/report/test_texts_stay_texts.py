@@ -22,7 +22,8 @@ from align_circuits.report import plots as typed_plots
 from align_circuits.report.localize_report import _sections
 from align_circuits.report.page import Section, write_report
 from align_circuits.report.plots.style import plain
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 plots: Any = typed_plots
 

@@ -16,7 +16,8 @@ from align_circuits.tables.emergence_times import (
     steepest_share,
     sustained_step,
 )
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 COURSES = st.lists(st.integers(0, 8).map(lambda n: math.nan if n == 8 else n / 7), min_size=5, max_size=12)
 """Values of a metric, some of them missing."""

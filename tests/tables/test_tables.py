@@ -16,7 +16,8 @@ from scipy import stats
 
 from align_circuits.run.baselines import baseline_table
 from align_circuits.tables import intervals
-from align_circuits.tables.tables import Provenance, Table, with_level
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table, with_level
 
 DATA = {"task": {"name": "made"}, "digest": "d"}
 

@@ -8,7 +8,8 @@ import pytest
 from align_circuits.localizers.methods import METHODS
 from align_circuits.models.planted.model import CIRCUIT_ROLES
 from align_circuits.papers.localizer_zoo import BY_SCORE, overview
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.validation.circuits_in_trained_models import (
     BEFORE,
     ENOUGH,

@@ -25,7 +25,8 @@ from align_circuits.papers.abrupt.models import (
 from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, measure
 from align_circuits.papers.abrupt.task import Exemplars, ExemplarTask, Worlds
 from align_circuits.papers.lab import Inputs, Measurement, Study, on_one_thread, training_folder
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.training.loop import TrainConfig, train
 
 FIXED = {"three": (), "two": ("beta_2",), "none": STRENGTHS}

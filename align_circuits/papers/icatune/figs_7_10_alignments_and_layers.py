@@ -31,7 +31,8 @@ from align_circuits.papers.icatune.tuned_models import (
 from align_circuits.papers.icatune.tuning_courses import FIRST, KEYS, ORDER, draw_course
 from align_circuits.papers.lab import Experiment, Inputs, Rows, grids
 from align_circuits.papers.statistics import HIGH, Statistic, as_rows, grouped_over_seeds, rows
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 # Figure 7: alignments that are more or less monotonic

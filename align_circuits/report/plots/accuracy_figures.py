@@ -55,11 +55,11 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
     frame: Any = table.where(metric="accuracy", offset=None).frame
     frame = frame[frame["kind"].isin(kinds_of(frame))]
     figure = go.Figure()
-    for place, predictor in enumerate(("model", *REFERENCES)):
+    for index, predictor in enumerate(("model", *REFERENCES)):
         rows = frame[frame["predictor"] == predictor]
         if rows.empty:
             continue
-        style = marker(place, 13 if predictor == "model" else 10)
+        style = marker(index, 13 if predictor == "model" else 10)
         figure.add_trace(points(rows, x=plain_list(rows["kind"]), name=predictor, marker=style))
     figure.update_yaxes(title="accuracy", range=SHARES)
     figure.update_xaxes(title="target tokens")
@@ -83,14 +83,14 @@ def ablation(set_ablations: Table, title: str = "") -> go.Figure:
     sets = [name for name in _ABLATED if name in names] + [name for name in names if name not in _ABLATED]
     slot = 0.84 / len(sets)
     figure = go.Figure()
-    for place, ablated in enumerate(sets):
+    for index, ablated in enumerate(sets):
         rows, dots, main = frame[frame["ablated"] == ablated], ablated in _DRAWN, ablated in _ABLATED
-        x = np.array([kinds.index(kind) for kind in rows["kind"]]) + (place - (len(sets) - 1) / 2) * slot
+        x = np.array([kinds.index(kind) for kind in rows["kind"]]) + (index - (len(sets) - 1) / 2) * slot
         if dots:
             draw = rows["draw"].to_numpy(dtype=float)
             x += 0.8 * slot * (draw / max(1, draw.max()) - 0.5)
         name = _ABLATED[ablated] if main else plain(f"only {ablated} heads ablated")
-        style = list(_ABLATED).index(ablated) if main else place
+        style = list(_ABLATED).index(ablated) if main else index
         symbol = "circle" if dots else SYMBOLS[style % len(SYMBOLS)] + ("" if main else "-open")
         drawn = points(
             rows,
@@ -133,12 +133,12 @@ def accuracy_grids(
         title: Above the panels.
         value: The title of the scale.
     """
-    figure, places = panel_grid(list(panels), 0.3, x, horizontal_spacing=0.06)
+    figure, cells_of = panel_grid(list(panels), 0.3, x, horizontal_spacing=0.06)
     hover = f"{plain(x)} %{{x}}, {plain(y)} %{{y}}: %{{z:.3f}}"
-    for place, frame in zip(places, panels.values(), strict=True):
+    for cell, frame in zip(cells_of, panels.values(), strict=True):
         numbers = "%{z:.2f}" if frame.size <= MAX_NUMBERS else None
         names = plain_list(frame.columns), plain_list(frame.index)
-        figure.add_trace(cells(frame.to_numpy(), *names, hover, texttemplate=numbers), **place)
+        figure.add_trace(cells(frame.to_numpy(), *names, hover, texttemplate=numbers), **cell)
     columns, rows = (max(map(len, axes)) for axes in zip(*((f.columns, f.index) for f in panels.values()), strict=True))
     # "6" and "20" are labels, not numbers.
     figure.update_xaxes(type="category", dtick=-(-columns // MAX_LABELS), showgrid=False)
@@ -146,9 +146,9 @@ def accuracy_grids(
     figure.update_yaxes(title=plain(y), col=1)
     coloured(figure, value)
     if len({tuple(frame.index) for frame in panels.values()}) == 1:
-        for place in places:
-            if place["col"] > 1:
-                figure.update_yaxes(showticklabels=False, **place)
+        for cell in cells_of:
+            if cell["col"] > 1:
+                figure.update_yaxes(showticklabels=False, **cell)
     numbers = all(frame.size <= MAX_NUMBERS for frame in panels.values())
     height = 36 if numbers else 20 if rows <= MAX_LABELS else 14  # of a row, in pixels
-    return styled(figure, title, height=(130 + height * rows) * places[-1]["row"])
+    return styled(figure, title, height=(130 + height * rows) * cells_of[-1]["row"])

@@ -20,23 +20,23 @@ def attention_maps(attention: AttentionView, relation: str | None = None, title:
         relation: The relation whose keys are circled, one of the prompt's.
         title: Above the maps.
     """
-    figure, places = panel_grid([describe([head]) for head in attention.rows], 0.2, horizontal_spacing=0.07)
+    figure, panels = panel_grid([describe([head]) for head in attention.rows], 0.2, horizontal_spacing=0.07)
     size, tokens = len(attention.tokens), np.array(plain_list(attention.tokens), dtype=object)
     text = np.stack(np.broadcast_arrays(tokens[:, None], tokens), -1)
-    for pattern, place in zip(attention.pattern.numpy(), places, strict=True):
+    for pattern, panel in zip(attention.pattern.numpy(), panels, strict=True):
         future = np.triu(np.ones((size, size), dtype=bool), 1)
         hover = "%{customdata[0]} to %{customdata[1]}: %{z:.3f}"
         blank = np.where(future, np.nan, pattern.round(3))
-        figure.add_trace(cells(blank, None, None, hover, None, customdata=text), **place)
+        figure.add_trace(cells(blank, None, None, hover, None, customdata=text), **panel)
         if relation is not None:
             query, key = attention.key_mask(relation).nonzero().T.tolist()
-            figure.add_trace(rings(key, query, 8, 2), **place)
+            figure.add_trace(rings(key, query, 8, 2), **panel)
     small = {"size": max(6, min(11, 280 // size))}
     ticks = {"tickvals": list(range(size)), "ticktext": list(tokens), "showgrid": False, "tickfont": small}
     figure.update_xaxes(**ticks, range=[-0.5, size - 0.5], tickangle=0 if max(map(len, attention.tokens)) == 1 else 90)
     figure.update_yaxes(**ticks, range=[size - 0.5, -0.5])
     coloured(figure, "attention", lenmode="pixels", len=240, y=1, yanchor="top")
-    return styled(figure, title, height=(340 if len(places) > 2 else 460) * places[-1]["row"] + 60)
+    return styled(figure, title, height=(340 if len(panels) > 2 else 460) * panels[-1]["row"] + 60)
 
 
 def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Figure:

@@ -58,10 +58,10 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
         title: Above the figure.
     """
     figure = go.Figure()
-    for place, (name, table) in enumerate(tables.items()):
+    for index, (name, table) in enumerate(tables.items()):
         frame: Any = table.where(metric="faithfulness").frame
         rows = frame[(frame["circuit"] == "edges") & (frame["fraction"] > 0)]
-        style = marker(place, 8)
+        style = marker(index, 8)
         figure.add_trace(points(rows, x=rows["fraction"], mode="lines+markers", name=plain(name), marker=style))
     sets: Any = pd.concat([table.where(metric="faithfulness").frame for table in tables.values()])
     sets = sets[sets["circuit"] != "edges"].drop_duplicates("circuit")

@@ -24,10 +24,10 @@ def curves(
     """
     figure, cells = panel_grid(list(panels), 0.24, label, shared_yaxes="all", horizontal_spacing=0.05)
     lines = cells[-1]["row"]
-    places: dict[str, int] = {}
+    colour_of: dict[str, int] = {}
     for cell, frame in zip(cells, panels.values(), strict=True):
         for name, rows in frame.groupby(by, sort=False):
-            new, place = str(name) not in places, places.setdefault(str(name), len(places))
+            new, colour = str(name) not in colour_of, colour_of.setdefault(str(name), len(colour_of))
             line = points(
                 rows,
                 x=rows[x],
@@ -35,8 +35,8 @@ def curves(
                 name=plain(str(name)),
                 legendgroup=plain(str(name)),
                 showlegend=new,
-                marker=marker(place),
-                line={"dash": ("solid", "dash", "dot")[place // len(COLOURS) % 3]},  # where colours come again
+                marker=marker(colour),
+                line={"dash": ("solid", "dash", "dot")[colour // len(COLOURS) % 3]},  # where colours come again
             )
             figure.add_trace(line, **cell)
     along, values = (
@@ -60,8 +60,8 @@ def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") ->
         title: Above the figure.
     """
     figure = go.Figure()
-    for place, (name, rows) in enumerate(frame.groupby(by, sort=False)):
-        style = {"name": plain(str(name)), "orientation": "h", "marker": marker(place, 8)}
+    for index, (name, rows) in enumerate(frame.groupby(by, sort=False)):
+        style = {"name": plain(str(name)), "orientation": "h", "marker": marker(index, 8)}
         figure.add_trace(points(rows, along="x", y=plain_list(rows[row]), **style))
     names = plain_list(dict.fromkeys(frame[row]))
     figure.update_xaxes(title=plain(label), side="top")

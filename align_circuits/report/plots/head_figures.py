@@ -88,17 +88,17 @@ def head_maps(
         raise ValueError(f"no head has a value of {', '.join(map(str, panels))}: there is nothing to draw")
     signed = bool((known < 0).any())
     bound = max(float(np.abs(known).max(initial=0)), 0.0 if unit else 1.0) or 1.0
-    figure, places = panel_grid(panels if captions else [""] * len(panels), 0.32, "head", horizontal_spacing=0.07)
-    lines = places[-1]["row"]
-    for panel, frame, place in zip(panels, frames, places, strict=True):
+    figure, panels_at = panel_grid(panels if captions else [""] * len(panels), 0.32, "head", horizontal_spacing=0.07)
+    lines = panels_at[-1]["row"]
+    for panel, frame, at_panel in zip(panels, frames, panels_at, strict=True):
         columns, rows = list(range(heads)), list(range(layers))
         z, *ends = interval_grids(frame, ("layer", rows), ("head", columns))
         hover = f"L%{{y}}H%{{x}} {plain(panel)}: %{{z:.3f}} [%{{customdata[0]:.3f}}, %{{customdata[1]:.3f}}]"
-        figure.add_trace(cells(z, columns, rows, hover, customdata=np.stack(ends, -1)), **place)
+        figure.add_trace(cells(z, columns, rows, hover, customdata=np.stack(ends, -1)), **at_panel)
         for heads_of_panel, style in ((marked, {}), (noted, NOTED)):
             if framed := [head_of(head) for head in (heads_of_panel or {}).get(panel, ())]:
                 layer, head = zip(*framed, strict=True)
-                figure.add_trace(rings(head, layer, 13, 3, **style), **place)
+                figure.add_trace(rings(head, layer, 13, 3, **style), **at_panel)
     figure.update_xaxes(dtick=1 if heads <= 16 else 4, showgrid=False)
     figure.update_yaxes(dtick=1 if layers <= 16 else 4, showgrid=False)
     figure.update_yaxes(title="layer", col=1)
@@ -125,8 +125,8 @@ def top_heads(
         title: Above the panels.
         by: What comes first, as for `Table.top`.
     """
-    figure, places = panel_grid(metrics, 0.28, horizontal_spacing=0.09)
-    for index, (metric, place) in enumerate(zip(metrics, places, strict=True)):
+    figure, panels = panel_grid(metrics, 0.28, horizontal_spacing=0.09)
+    for index, (metric, panel) in enumerate(zip(metrics, panels, strict=True)):
         best = table.top(metric, n, by=by).frame[::-1]
         dots = points(
             best,
@@ -136,13 +136,13 @@ def top_heads(
             marker={"size": 9, "color": COLOURS[index % len(COLOURS)]},
             hovertemplate="%{y}: %{x:.3f}<extra></extra>",
         )
-        figure.add_trace(dots, **place)
+        figure.add_trace(dots, **panel)
     drawn: Any = figure.data
     values = np.concatenate([np.asarray(trace.x, dtype=float) for trace in drawn])
     if ((values >= 0) & (values <= 1)).all() and not UNITS.keys() & {*metrics}:  # nats have a scale of their own
         figure.update_xaxes(range=SHARES, dtick=0.25)
     figure.update_yaxes(type="category")
-    return styled(figure, title, height=(110 + 26 * n) * places[-1]["row"] + 40)
+    return styled(figure, title, height=(110 + 26 * n) * panels[-1]["row"] + 40)
 
 
 def _names(frame: Any) -> list[str]:
@@ -150,8 +150,8 @@ def _names(frame: Any) -> list[str]:
     if "sender" in frame and "receiver" in frame:
         return [f"{sender} to {receiver}" for sender, receiver in zip(frame["sender"], frame["receiver"], strict=True)]
     if "head" not in frame or frame["head"].isna().all():
-        at = [f" at {position}" for position in frame["position"]] if "position" in frame else [""] * len(frame)
-        return [f"L{layer}{place}" for layer, place in zip(frame["layer"], at, strict=True)]
+        suffixes = [f" at {position}" for position in frame["position"]] if "position" in frame else [""] * len(frame)
+        return [f"L{layer}{suffix}" for layer, suffix in zip(frame["layer"], suffixes, strict=True)]
     return [f"L{layer}H{head}" for layer, head in zip(frame["layer"], frame["head"], strict=True)]
 
 
@@ -167,8 +167,8 @@ def _one_row_per_head(table: Table, by: str) -> Any:
             "patch_heads and attribute_heads return; edge_map draws edges"
         )
     if frame.duplicated(["layer", "head"]).any():
-        others = [key for key in table.keys if key not in ("level", "layer", "head", by)]
-        several = [key for key in others if frame[key].nunique(dropna=False) > 1] or others
+        further = [key for key in table.keys if key not in ("level", "layer", "head", by)]
+        several = [key for key in further if frame[key].nunique(dropna=False) > 1] or further
         raise ValueError(f"several rows per head: choose one value of {' and '.join(several)} with .where(...) first")
     return frame
 

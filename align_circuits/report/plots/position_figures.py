@@ -69,14 +69,14 @@ def position_map(
         row_heights=heights,
         vertical_spacing=40 / height,
     )
-    for place, (site, rows) in enumerate(shown.items(), start=1):
-        part = frame[frame["site"] == site]
-        part = part.assign(row=part["layer"].map(_row))
-        z, *ends = interval_grids(part, ("row", rows), ("position", positions))
+    for panel, (site, rows) in enumerate(shown.items(), start=1):
+        of_site = frame[frame["site"] == site]
+        of_site = of_site.assign(row=of_site["layer"].map(_row))
+        z, *ends = interval_grids(of_site, ("row", rows), ("position", positions))
         details = np.stack([*ends, np.tile(np.array(labels), (len(rows), 1))], -1, dtype=object)
         hover = f"{plain(site)} of layer %{{y}} at %{{customdata[2]}}: %{{z:.3f}} "
         hover += "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
-        figure.add_trace(cells(z, list(range(size)), list(map(str, rows)), hover, customdata=details), row=place, col=1)
+        figure.add_trace(cells(z, list(range(size)), list(map(str, rows)), hover, customdata=details), row=panel, col=1)
     upright = max(map(len, raw)) * size > 90
     figure.update_xaxes(
         tickvals=list(range(size)),

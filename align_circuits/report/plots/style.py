@@ -83,12 +83,12 @@ def panel_grid(
     options |= {"subplot_titles": titles if any(titles) else None, "vertical_spacing": gap / rows}
     figure = make_subplots(rows, columns, **options)
     figure.update_annotations(font={"size": 13})
-    places: list[dict[str, Any]] = [
-        {"row": place // columns + 1, "col": place % columns + 1} for place in range(len(titles))
+    panels: list[dict[str, Any]] = [
+        {"row": index // columns + 1, "col": index % columns + 1} for index in range(len(titles))
     ]
-    for lowest in places[-columns:]:
+    for lowest in panels[-columns:]:
         figure.update_xaxes(title=wrapped(x, CAPTION // columns), **lowest)
-    return figure, places
+    return figure, panels
 
 
 def kinds_of(frame: Any) -> list[str]:

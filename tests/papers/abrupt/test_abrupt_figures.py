@@ -29,7 +29,8 @@ from align_circuits.papers.abrupt.task import ExemplarTask
 from align_circuits.papers.lab import SCALES
 from align_circuits.papers.statistics import half_rise, late_mean, measured, rows
 from align_circuits.report import plots
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 STEPS = np.arange(0.0, 401, 10)
 

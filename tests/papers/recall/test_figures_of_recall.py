@@ -15,7 +15,8 @@ from align_circuits.papers.recall.figures.figs_8_16_17_18_task_vectors import FI
 from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import FIG13, FIG14
 from align_circuits.papers.recall.figures.gpt2_models import SMOKE, Trainings, curves_study, finetuned, pretrained
 from align_circuits.papers.recall.metrics import MATCHES
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 STEPS = np.arange(0, 101, 10)
 READ = {"icl+grm": 1e9, "icl+grm from 0": 50}

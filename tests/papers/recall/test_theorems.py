@@ -18,7 +18,8 @@ from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
 from align_circuits.papers.recall.task.sequences import FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import HEADS, pretrained
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 WORLD = RecallWorld.small(relation_tokens=True)
 TASK = FactsTask(WORLD, 3, 4, p_grammar=0.0)

@@ -21,7 +21,8 @@ from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import CORRECTIONS, Correction, finetuned, pretrained
 from align_circuits.papers.statistics import HIGH, Statistic, of_each, rows
 from align_circuits.report import plots
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 FORMS: Mapping[str, Sequence[Correction]] = {
     "printed": (),

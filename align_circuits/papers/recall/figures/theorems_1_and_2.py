@@ -24,7 +24,8 @@ from align_circuits.papers.recall.theory.finetuning_steps import HEADS, Batches,
 from align_circuits.papers.statistics import Statistic, of_each, the_row
 from align_circuits.report import plots
 from align_circuits.tables.intervals import TAILS, proportion
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 UPDATES: tuple[Update, ...] = get_args(Update)
 FORMS: tuple[Form, ...] = get_args(Form)
