@@ -694,8 +694,8 @@ class Prompts:
     def save(self, path: str | Path) -> None:
         """Writes the prompts into one safetensors file."""
         tensors = {name: getattr(self, name) for name in _TENSORS}
-        for group_of in ("latent", "positions"):
-            tensors |= {f"{group_of}.{name}": value for name, value in getattr(self, group_of).items()}
+        for prefix in ("latent", "positions"):
+            tensors |= {f"{prefix}.{name}": value for name, value in getattr(self, prefix).items()}
         tensors |= {
             name: value for name in ("correct", "own_correct", "group") if (value := getattr(self, name)) is not None
         }
@@ -736,11 +736,11 @@ class Prompts:
             raise ValueError(f"{str(path)!r} holds no prompts: give a file that Prompts.save wrote") from error
         columns: dict[str, Any] = {name: tensors[f"targets.{name}"].numpy() for name in header["columns"]}
         columns["kind"] = np.array(header["kinds"], dtype=object)[columns["kind"]]
-        columns_of = [name for f in fields(Relation) if (name := f.name) not in _FLAGS]
+        tensor_fields = [name for f in fields(Relation) if (name := f.name) not in _FLAGS]
         relations = {
             key: Relation(
                 **dict(zip(_FLAGS, flags, strict=False)),  # files of earlier versions have fewer
-                **{column: tensors[f"relations.{key}.{column}"] for column in columns_of},
+                **{entry: tensors[f"relations.{key}.{entry}"] for entry in tensor_fields},
             )
             for key, flags in header["relations"].items()
         }

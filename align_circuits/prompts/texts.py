@@ -83,6 +83,7 @@ def tokenize(
         raise ValueError(f"text {index}: {apart}; give answers of equally many tokens that differ in the first{also}")
     if doubts:
         first, doubt = next(iter(doubts.items()))
+        # The level of whoever called `Prompts.from_texts` or `from_pairs`, which `@checked` wraps.
         warnings.warn(f"{len(doubts)} of {len(texts)} texts, such as text {first}: {doubt}", stacklevel=4)
     return tokenized
 

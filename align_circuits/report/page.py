@@ -125,7 +125,7 @@ def legend_of(prompts: Prompts) -> str:
 @cache
 def packed(script: str) -> Html:
     """Returns a script compressed, for the page to unpack and run."""
-    code = base64.b64encode(gzip.compress(script.encode(), 4, mtime=0)).decode()
+    code = base64.b64encode(gzip.compress(script.encode(), 4, mtime=0)).decode()  # the time would make each page differ
     return Html(f'<script type="text/gzip">{code}</script>')
 
 

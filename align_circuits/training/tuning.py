@@ -22,10 +22,10 @@ from align_circuits.hooks.attention import AttentionParts, take_parts, why_not_f
 from align_circuits.hooks.compat import adapters, architectures, bridges
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
+from align_circuits.jobs.code_versions import code_version
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.jobs.identity import Unidentified, identity_of
-from align_circuits.jobs.jobs import code_version
 from align_circuits.models.loading import wrapped_in_place
 from align_circuits.models.lora import (
     PROJECTIONS,

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import align_circuits as ac
 from align_circuits.hooks.compat import bridges, model_state
 from align_circuits.hooks.edits import AblationBaseline
-from align_circuits.jobs import identity, jobs, sweeps
+from align_circuits.jobs import code_versions, identity, sweeps
 from align_circuits.jobs.identity import Unidentified, identity_of
 from align_circuits.models.protocol import model_identity
 from align_circuits.run.target_metrics import TargetMetrics
@@ -331,7 +331,7 @@ def test_a_job_is_named_by_all_that_its_function_refers_to(tmp_path, monkeypatch
             monkeypatch.delitem(sys.modules, name, raising=False)
         with monkeypatch.context() as context:
             context.setattr(sys, "dont_write_bytecode", True)
-            return jobs.code_version("own_job:rows")
+            return code_versions.code_version("own_job:rows")
 
     first = version()
     assert version(JOB.replace("LIMIT = 1", "LIMIT = 1  # a comment").replace("    size", "\n    size")) == first
@@ -341,20 +341,20 @@ def test_a_job_is_named_by_all_that_its_function_refers_to(tmp_path, monkeypatch
     others = [version(JOB[:place] + "3" + JOB[place + 1 :]) for place in numbers]
     others += [version(settings=settings.replace(f"{name} = 1", f"{name} = 2")) for name in ("SCALE", "OTHER")]
     of_the_package = "align_circuits.tables.intervals:proportion"
-    own = [jobs.code_version(of_the_package)]
+    own = [code_versions.code_version(of_the_package)]
     for name in ("python", *identity.NUMERICAL):
         with monkeypatch.context() as context:
             versions = identity.versions() | {name: "another"}
-            context.setattr(jobs, "versions", lambda versions=versions: versions)
+            context.setattr(code_versions, "versions", lambda versions=versions: versions)
             others.append(version())
-            own.append(jobs.code_version(of_the_package))
-    monkeypatch.setattr(jobs, "release", lambda: "another")
+            own.append(code_versions.code_version(of_the_package))
+    monkeypatch.setattr(code_versions, "release", lambda: "another")
     others.append(version())
     monkeypatch.undo()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(jobs, "settings_of_the_process", lambda: {"dtype": torch.float64})
+    monkeypatch.setattr(code_versions, "settings_of_the_process", lambda: {"dtype": torch.float64})
     others.append(version())
-    own.append(jobs.code_version(of_the_package))
+    own.append(code_versions.code_version(of_the_package))
     assert len(numbers) == 10 and len({first, *others}) == len(others) + 1
     assert len({*own}) == len(own)
     with pytest.raises(ValueError, match=r"'own_job:rows' could not be told .* own_settings, imported within a funct"):

@@ -19,8 +19,9 @@ from forked import FORK
 from refusals import refused
 
 from align_circuits.jobs import locks
+from align_circuits.jobs.code_versions import code_version
 from align_circuits.jobs.executors import ProcessExecutor
-from align_circuits.jobs.jobs import Job, code_version, collect_rows, read_progress, run_jobs
+from align_circuits.jobs.jobs import Job, collect_rows, read_progress, run_jobs
 from align_circuits.jobs.locks import claimed
 
 NUMBER = count()
