@@ -65,7 +65,7 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
                 kept[receiver] = False
                 continue
             while senders:
-                ahead = senders[:_AHEAD]
+                ahead = senders[:_AHEAD]  # side by side: circuit i lacks the first i + 1 of them
                 circuits = kept.repeat(len(ahead), 1, 1)
                 for count in range(len(ahead)):
                     circuits[count, receiver, ahead[: count + 1]] = False

@@ -147,6 +147,7 @@ def _matched(
 ) -> list[Head]:
     """As many of `others` as there are heads, each drawn from those that are like one of them, or from all."""
     drawn: list[Head] = []
+    # In random order, since the first heads leave fewer that are alike to the others.
     for turn in generator.permutation(len(heads)):
         left = [other for other in others if other not in drawn]
         if not left:

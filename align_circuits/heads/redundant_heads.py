@@ -141,6 +141,7 @@ class RedundantHeadSearch:
         """Returns what each candidate brings back alone with all ablated, and its cost beside those found before."""
         together, count = [*ablated, *candidates], len(candidates)
         without = [[other for other in together if other != head] for head in candidates]
+        # All ablated; all but one candidate; those found before; those and one candidate: rows of `values`, in turn.
         sets = [together, *without, list(ablated), *([*ablated, head] for head in candidates)]
         targets = TargetMetrics.of(prompts, ("log_prob",))
         edit_sets = [self._ablating(heads, prompts) for heads in sets]

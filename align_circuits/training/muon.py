@@ -58,6 +58,7 @@ class Muon(Optimizer):
                 buffer = state["momentum_buffer"].lerp_(matrix.grad, 1 - MOMENTUM)
                 kind = (matrix.shape, matrix.dtype, matrix.device)
                 alike[kind].append((matrix, matrix.grad.lerp(buffer, MOMENTUM)))
+            # One batch of products for all matrices of a shape; tall ones take longer steps (Jordan et al., 2024).
             for ((n_rows, n_columns), *_), same_shape in alike.items():
                 updates = orthogonalized(torch.stack([update for _, update in same_shape]))
                 for (matrix, _), update in zip(same_shape, updates, strict=True):
