@@ -7,10 +7,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from align_circuits.hooks.compat.bridges import component
+from align_circuits.hooks.compat.bridges import component, is_bridge
 from align_circuits.hooks.compat.stored_weights import onloaded
 
 
@@ -104,8 +104,7 @@ def split_anew(bridge: Any) -> None:
 
 def fused_left_behind(bridge: Any) -> int | None:
     """Returns the first layer with a fused projection that was changed or adapted, but not the parts that compute."""
-    by_layer = _STATES.get(bridge, ()) if isinstance(bridge, nn.Module) else ()
-    for layer, states in enumerate(by_layer):
+    for layer, states in enumerate(_STATES.get(bridge, ()) if is_bridge(bridge) else ()):
         for n, (fused, (counts, numbers)) in enumerate(zip(_Fused.of(bridge.blocks[layer]), states, strict=True)):
             if hasattr(fused.linear, "base_layer"):  # PEFT wrapped it: the adapter is not in the parts
                 return layer
