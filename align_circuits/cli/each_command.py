@@ -21,6 +21,7 @@ from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, Verb
 from align_circuits.cli.workers import Workers
 from align_circuits.jobs.files import inside, replacing
+from align_circuits.jobs.identity import told
 from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.report.page import Section
 from align_circuits.tables.provenance import Provenance
@@ -48,8 +49,6 @@ class Each(Verb):
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         runs = list(self.runs(results.folder))
-        for run in runs:
-            _check(run)
         count = self.workers.jobs
         jobs = [Job(f"{__name__}:run_once", run, None) for run in runs]
         with self.workers.executor(results.folder) as executor:
@@ -95,7 +94,10 @@ class Each(Verb):
             if names.count(name) > 1:  # "a/b" and "a-b"
                 name += "_" + sha256(repr((model, variant)).encode()).hexdigest()[:8]
             run = {"command": list(self.command), "model": model, "variant": variant, "run_seed": seed}
+            verb = _parsed(**run)
             read = {word: _contents(Path(word)) for word in _arguments(**run)[1:] if Path(word).exists()}
+            if verb.own_task is not None:
+                read[verb.own_task] = told(f"the results of --task {verb.own_task}", verb.source)
             yield {**run, "folder": str(inside(folder, name)), "read": read}
 
 
@@ -125,8 +127,8 @@ def run_once(
 ) -> pd.DataFrame:
     """Runs a verb with one model and seed, which writes its results into a folder; the function of a job.
 
-    `read` has a hash of each file or folder that is named. Returns the rows of its table; an error of the verb is a
-    RuntimeError.
+    `read` has a hash of each file, folder or task that is named. Returns the rows of its table; an error of the verb is
+    a RuntimeError.
     """
     printed, complaint = StringIO(), StringIO()
     with redirect_stdout(printed), redirect_stderr(complaint):
@@ -165,13 +167,13 @@ def _arguments(command: Sequence[str], model: str | None, variant: str, run_seed
     return [*command, *_options(variant), *(() if model is None else ("--model", model)), "--seed", str(run_seed)]
 
 
-def _check(run: dict[str, Any]) -> None:
-    """Raises unless the command can be read; wrong options end as they do without `each`."""
+def _parsed(command: Sequence[str], model: str | None, variant: str, run_seed: int) -> PromptVerb:
+    """The verb of a run; wrong options end as they do without `each`."""
     verbs = _verbs()
-    arguments = _arguments(run["command"], run["model"], run["variant"], run["run_seed"])
+    arguments = _arguments(command, model, variant, run_seed)
     if arguments[0] not in verbs:
         raise ValueError(f"no verb {arguments[0]!r} for several models or seeds: give one of {', '.join(verbs)}")
-    parse_verb(*arguments)
+    return parse_verb(*arguments)
 
 
 def _verbs() -> dict[str, type[PromptVerb]]:

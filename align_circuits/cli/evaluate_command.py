@@ -28,7 +28,7 @@ class Evaluate(PromptVerb):
         rows = table.where(metric="accuracy", kind="all", offset=None).frame
         accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}
         sections: list[Section] = [("Accuracy", "", plots.accuracy(table)), ("All numbers", "", shown)]
-        if self.prompts is not None:
+        if self.prompts is not None or self.own_task is not None:
             answered: Any = answers(model, prompts, options=self.options)
             ends = [f"…{text[-60:]}" if len(text) > 60 else text for text in prompts.text]
             answered.insert(1, "text", [ends[prompt] for prompt in answered["prompt"]])

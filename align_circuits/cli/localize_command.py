@@ -31,7 +31,7 @@ class Localize(SweepVerb):
         """Measures and writes."""
         model, prompts, corrupted = self.prepare()
         tested = prompts[first_half(prompts) :]
-        task = as_task(prompts, corrupted) if self.prompts is not None else self.task
+        task = as_task(prompts, corrupted) if self.prompts is not None else self.source
         limits = smallest_p_values(tested, [role for role in task.roles if len(tested.relations.get(role, ()))])
         print(f"{self.model}: {len(prompts)} prompts, half to choose candidates, half to test them")
         print(
@@ -45,7 +45,7 @@ class Localize(SweepVerb):
             "options": self.options,
         }
         if self.prompts is None:
-            result = localize(model, self.task, self.count, self.seed, **asked)
+            result = localize(model, self.source, self.count, self.seed, **asked)
         else:
             result = localize(model, prompts, seed=self.seed, corrupted=corrupted, **asked)
         roles = getattr(model, "roles", None)
@@ -61,7 +61,6 @@ class Localize(SweepVerb):
             print(f"  and {more} more, which the report names")
         print("\n" + "\n".join(f"{name}: {numbers}" for name, numbers in baselines_in_words(result).items()))
         print(f"\n{result.summary}")
-        provenance = replace(result.table.provenance, settings=self.settings)
-        result = replace(result, table=replace(result.table, provenance=provenance))
+        result = replace(result, table=replace(result.table, provenance=self.provenance_of(result.table)))
         save_localization(result, results.new, facts=self.facts)
         print(f"\nreport: {results.folder / 'report.html'}")

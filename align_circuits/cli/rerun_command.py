@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ class Rerun(Verb):
     """The folder for the repetition; by default PATH/rerun."""
     model: str | None = field(default=None, kw_only=True)
     """Of a table that was saved from Python: what its model is loaded from, by default the name in its provenance."""
+    task: Annotated[str | None, tyro.conf.arg(metavar="MODULE:CLASS")] = field(default=None, kw_only=True)
+    """Of a run with --task: the same task again. It is code, which is run only if you name it."""
 
     @property
     def folder(self) -> Path:
@@ -59,6 +61,8 @@ class Rerun(Verb):
             )
         else:
             print(f"same: all {len(first)} numbers are those of the first run")
+        if _task_of(before) != _task_of(after):
+            print("  changed since then: the code of the task")
         for entry in ("versions", "model"):
             old, new = getattr(before.provenance, entry), getattr(after.provenance, entry)
             for name in old.keys() | new.keys():
@@ -92,8 +96,14 @@ class Rerun(Verb):
                 f"{str(self.run)!r} was written by {name!r} or from Python, without the settings to repeat it: give a "
                 "folder that another verb of align-circuits wrote, or a table as a function returned it"
             )
+        if (own := settings.get("own_task")) != self.task and None in (own, self.task):
+            raise ValueError(
+                f"--task {self.task}: the run was not made with --task; leave it out"
+                if own is None
+                else f"the run is of the task {own}, which is code and is run only if you name it: give --task {own}"
+            )
         try:
-            verb = repeated.from_settings(settings, folder)
+            verb = repeated.from_settings({**settings, "own_task": self.task} if own else settings, folder)
             for option, kind in get_type_hints(repeated).items():
                 check_argument(name, option, getattr(verb, option), kind)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -101,6 +111,12 @@ class Rerun(Verb):
                 f"the settings in {str(self.run / 'provenance.json')!r} cannot be used ({error}): give the verb anew"
             ) from error
         return verb
+
+
+def _task_of(table: Table) -> str | None:
+    """What tells the code of a task of the user's own."""
+    task = table.provenance.data.get("task")
+    return task.get("identity") if isinstance(task, dict) else None
 
 
 def _with_rows_of(before: Table, after: Table) -> Table:

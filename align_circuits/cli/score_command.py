@@ -31,9 +31,9 @@ class Score(PromptVerb):
         for metric, rows in best.items():
             print(f"  {metric:<12} " + "   ".join(head_value(row, roles) for _, row in rows.iterrows()))
         leaders = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in [*best.items()][:3])
-        task = self.task if self.prompts is None else as_task(prompts)
+        task = self.source if self.prompts is None else as_task(prompts)
         right = f"{task.target_name} is correct in {first_token(accuracy)} of cases."
-        references = "With reference accuracies that need no alignment."
+        references = "With reference accuracies that need no alignment." if task.references else ""
         self.finish(
             results,
             table,
@@ -42,7 +42,7 @@ class Score(PromptVerb):
             "heads attend, not what the model uses: no head was ablated.",
             roles=task.roles,
             sections=[
-                ("Accuracy", references if self.prompts is None else "", plots.accuracy(accuracy)),
+                ("Accuracy", references, plots.accuracy(accuracy)),
                 ("The best heads", "By each metric, with 95% intervals over prompts.", plots.top_heads(table, metrics)),
                 ("All heads", "Hover for a number and its interval.", plots.head_maps(table, metrics)),
                 ("A prompt", legend_of(prompts), prompts.to_html(0)),

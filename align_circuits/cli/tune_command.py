@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
+from align_circuits.cli.verb import PromptVerb, first_token, head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.models.loading import parameters_in
@@ -17,6 +17,9 @@ from align_circuits.report.localize_report import save_localization
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import evaluate
 from align_circuits.training.tuning import TuneConfig, described, preset_for, tune
+
+MOST_MAPS = 3
+"""Roles whose maps of heads are drawn, the first ones of the task."""
 
 
 @dataclass(frozen=True)
@@ -62,28 +65,32 @@ class Tune(PromptVerb):
         preset = f" of preset {self.preset}, but for what was given" if self.preset else ""
         print(f"settings{preset}: {described(self.config)}", flush=True)
         if self.config.method == "standard":
+            if self.own_task is not None:
+                raise ValueError("--method standard is for the translation task: leave it out, or --task")
             prompts = replace(self.task, n_examples=0).sample(self.count, model.tokenizer, seed=self.seed)
-        run = tune(model, self.task, self.config, seed=self.seed, out=results.new, state=results.folder)
+        task = self.source
+        run = tune(model, task, self.config, seed=self.seed, out=results.new, state=results.folder)
         print(run.log.to_string(index=False, float_format="{:.3f}".format))
         before = evaluate(model, prompts, options=self.options)
         scores, after = score_and_evaluate(run.model, prompts, options=self.options)
-        metrics = [name for name in METRICS[:3] if len(prompts.relations[name])]
+        metrics = [name for name in task.roles if len(prompts.relations.get(name, ()))][:MOST_MAPS]
         best = ", ".join(f"{name} {head_value(scores.top(name, 1).frame.iloc[0])}" for name in metrics)
         summary = (
-            f"The first token of a phrase is correct in {first_token(before)} of cases before tuning and in "
+            f"{task.target_name} is correct in {first_token(before)} of cases before tuning and in "
             f"{first_token(after)} after it"
         )
         if "history" in set(after.frame["predictor"]):
             summary += f" (history ceiling {first_token(after, 'history')})"
         print(f"\n{summary}.")
+        references = ", with reference accuracies" if task.references else ""
         sections: list[Section] = [
             ("Accuracy over steps", "Probes with 95% intervals over few prompts.", run.figures["accuracy"]),
             ("The best head over steps", "It may be another head at each step.", run.figures["best heads"]),
-            ("Accuracy after tuning", "On fresh prompts, with reference accuracies.", plots.accuracy(after)),
+            ("Accuracy after tuning", f"On fresh prompts{references}.", plots.accuracy(after)),
             ("All heads after tuning", "Hover for a number.", plots.head_maps(scores, metrics)),
         ]
         if naming:
-            result = localize(run.model, self.task, self.count, self.seed, options=self.options)
+            result = localize(run.model, task, self.count, self.seed, options=self.options)
             save_localization(result, results.new / "heads")
             print(f"{result.summary}\nheads: {results.folder / 'heads' / 'report.html'}")
             sections.append(("The named heads ablated", result.summary, plots.ablation(result.evidence.set_ablations)))

@@ -5,14 +5,16 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
 import tyro
 
 from align_circuits.cli.folders import Results
+from align_circuits.cli.own_task import identity_of_task, load_task
 from align_circuits.hooks.compat import bridges
 from align_circuits.hooks.heads import Head
 from align_circuits.models.loading import BUNDLED, load
@@ -24,8 +26,9 @@ from align_circuits.report.page import write_report
 from align_circuits.report.plots.style import kinds_of
 from align_circuits.run.options import Engine, RunOptions
 from align_circuits.run.pairs import Pair
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
+from align_circuits.tasks.task import Task, sampled
 
 METRICS = ("align_query", "align_key", "lookup", "induction", "previous", "duplicate")
 """The metrics of heads in reports, in this order."""
@@ -76,14 +79,18 @@ class Verb(ABC):
         """What the report says on top."""
         return {}
 
+    def provenance_of(self, table: Table) -> Provenance:
+        """The provenance of a table that the verb writes."""
+        return replace(table.provenance, verb=self.verb, settings=self.settings)
+
     def with_defaults(self, arguments: Sequence[str]) -> "Verb":  # noqa: ARG002 - for subclasses
         """Returns the verb with the defaults that depend on other options."""
         return self
 
     def finish(self, results: Results, table: Table, *, settings: Mapping[str, Any] | None = None, **report: Any):
         """Writes the report, and the table with the verb and its settings, by default all of them."""
-        all_settings = self.settings if settings is None else dict(settings)
-        written = replace(table.provenance, verb=self.verb, settings=all_settings)
+        written = self.provenance_of(table)
+        written = written if settings is None else replace(written, settings=dict(settings))
         write_report(results.new / "report.html", provenance=written, **{"facts": self.facts, **report})
         replace(table, provenance=written, call=None).save(results.new)
         print(f"\nreport: {results.folder / 'report.html'}")
@@ -104,10 +111,13 @@ class PromptVerb(Verb):
     prompts: Path | None = None
     """A file with a JSON object a line, such as {"text": ..., "answer": ..., "corrupted": ...}: see "Your own data" in
     the documentation. By default prompts of the task are sampled."""
+    own_task: Annotated[str | None, tyro.conf.arg(name="task", metavar="MODULE:CLASS")] = None
+    """A task of your own, as package.module:Class or path/file.py:Class: see "Write your own task" in the
+    documentation. Its code is run. By default the translation task, which the task options set."""
     task: tyro.conf.OmitArgPrefixes[Seq2SeqTask] = field(default_factory=Seq2SeqTask)
-    """The task that prompts are sampled from."""
+    """The translation task that prompts are sampled from, without --prompts and --task."""
     n: int | None = None
-    """How many prompts: by default 64 if the task samples them, and all of a file."""
+    """How many prompts: by default 64 if a task samples them, and all of a file."""
     seed: int = 0
     """The seed of the prompts, and of the places of a planted circuit's heads."""
     engine: Engine = "auto"
@@ -140,7 +150,30 @@ class PromptVerb(Verb):
             value = settings[name]
             if value is not None and value not in BUNDLED and value != "planted" and Path(value).exists():
                 settings[name] = str(Path(value).resolve())
+        if self.own_task is not None and (parts := self.own_task.rpartition(":"))[0].endswith(".py"):
+            settings["own_task"] = f"{Path(parts[0]).resolve()}:{parts[2]}"
         return settings
+
+    @cached_property
+    def source(self) -> Task:
+        """The task that prompts are sampled from, if they come from no file."""
+        if self.own_task is None:
+            return self.task
+        if options := [*_options(self.task, Seq2SeqTask())]:
+            raise ValueError(f"{options[0]} is an option of the translation task: leave it out, or --task")
+        return load_task(self.own_task)
+
+    def provenance_of(self, table: Table) -> Provenance:
+        """The provenance of a table that the verb writes, with what tells the code of a task of the user's own."""
+        made = super().provenance_of(table)
+        if self.own_task is None:
+            return made
+        task = {
+            **made.data.get("task", {}),
+            "class": made.settings["own_task"],
+            "identity": identity_of_task(self.source),
+        }
+        return replace(made, data={**made.data, "task": task})
 
     @property
     def count(self) -> int:
@@ -158,11 +191,15 @@ class PromptVerb(Verb):
             read_jsonl(self.prompts)  # refuses what is no such file
         options = self.options  # refuses a bad batch size before the model is loaded
         assert options
-        if self.model == "planted" and self.prompts is not None:
+        own = "--prompts" if self.prompts is not None else "--task" if self.own_task is not None else None
+        if self.prompts is not None and self.own_task is not None:
+            raise ValueError("--prompts and --task: give one of them, a file of prompts or a task that samples them")
+        if self.model == "planted" and own:
             raise ValueError(
-                "--prompts needs --model, such as smollm2: the planted circuit, which is the default, knows the "
-                "prompts of its task alone"
+                f"{own} needs --model, such as smollm2: the planted circuit, which is the default, knows the prompts "
+                "of the translation task alone"
             )
+        source = self.source  # refuses a task that cannot be imported before the model is loaded
         if self.model == "planted":
             names = ("device", "dtype", "device_map", "quantization", "tokenizer", "revision")
             if given := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]:
@@ -192,7 +229,7 @@ class PromptVerb(Verb):
                 "folder that has it"
             )
         if self.prompts is None:
-            return model, self.task.sample(self.count, model.tokenizer, seed=self.seed), None
+            return model, sampled(source, self.count, model.tokenizer, self.seed), None
         clean, corrupted = Prompts.from_jsonl(self.prompts, model.tokenizer)
         if self.n is not None and not 1 <= self.n <= len(clean):
             raise ValueError(f"--n {self.n}: {str(self.prompts)!r} has {len(clean)} prompts; give 1 to {len(clean)}")
@@ -203,13 +240,15 @@ class PromptVerb(Verb):
         """How corrupted prompts differ from clean ones."""
         if self.prompts is not None:
             return 'Corrupted prompts are the "corrupted" texts of the file.'
+        if self.own_task is not None:
+            return f"Corrupted prompts are those of {self.own_task}."
         return "Corrupted prompts have another test input: another symbol is to be translated at every position."
 
     def prepare_pair(self, **settings: Any) -> tuple[Any, Pair]:
         """Loads the model and makes a pair: of the lines of a file, or of a task's prompts and their partners."""
         model, clean, corrupted = self.prepare()
         if self.prompts is None:
-            clean, corrupted = self.task.pairs(clean, self.seed)
+            clean, corrupted = self.source.pairs(clean, self.seed)
         if corrupted is None:
             raise ValueError(
                 f'{str(self.prompts)!r} has no corrupted texts to patch from: give each line a "corrupted" and an '
@@ -224,7 +263,8 @@ class PromptVerb(Verb):
         if self.prompts is not None:
             lines = sum(map(bool, map(str.strip, self.prompts.read_text(encoding="utf-8").split("\n"))))
             number = f"{self.n or f'all {lines}'} of {self.prompts}"
-        return {"prompts": number, "command": command_line(self.verb, self, type(self)())}
+        task = {} if self.own_task is None else {"task": self.own_task}
+        return {**task, "prompts": number, "command": command_line(self.verb, self, type(self)())}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
@@ -264,7 +304,7 @@ def _options(settings: Any, default: Any) -> Iterator[str]:
     """The settings that differ from their defaults, as words of a command line."""
     for option in fields(settings):
         value, usual = getattr(settings, option.name), getattr(default, option.name)
-        name = option.name.replace("_", "-")
+        name = {"own_task": "task"}.get(option.name, option.name).replace("_", "-")
         if value == usual or option.name in ("out", "overwrite", "parts", "workers"):
             continue
         if is_dataclass(value):
