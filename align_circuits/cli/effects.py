@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import tyro
 
 from align_circuits.cli.folders import Results
@@ -17,10 +16,11 @@ from align_circuits.report.plots.style import UNITS, kinds_of
 from align_circuits.run.pairs import Direction
 from align_circuits.tables.tables import Table
 
-SCALE = (
-    "0 is the metric of the corrupted prompts, 1 that of the clean ones: (patched - corrupted) / (clean - corrupted)."
+NORMALISED = (
+    " In brackets, and below as normalised, (patched - corrupted) / (clean - corrupted): 0% is the metric of the "
+    "corrupted prompts, 100% that of the clean ones."
 )
-"""What normalised effects mean."""
+"""What normalised effects mean, where they are shown."""
 
 _SITE_KEYS = ("site", "positions")
 """The keys of what is patched beside layer and head."""
@@ -57,8 +57,11 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, prompts: P
     unit = UNITS.get(metric, "share")
     for site, of_all in tables.items():
         ending = f", {site}" if site else ""
-        drawn = plots.top_heads(of_all, [metric], 10, by="absolute")
-        yield (f"What matters most{ending}", "The largest effects, up or down, with 95% intervals over prompts.", drawn)
+        shares = of_all.normalized().frame["value"] if table.is_paired else None
+        told = shares is not None and bool(shares.notna().any())
+        note = f"The largest effects, up or down, with 95% intervals over prompts.{NORMALISED if told else ''}"
+        drawn = plots.top_heads(of_all, [metric], 10, by="absolute", normalized=told)
+        yield f"What matters most{ending}", note, drawn
         of_heads = "head" in set(of_all.frame["level"])
         maps = [plots.position_map(of_all, prompts)] if "position" in table.keys else []
         if of_heads and "kind" in table.keys:
@@ -68,12 +71,7 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, prompts: P
         elif of_heads:
             maps = [plots.head_maps(of_all, [metric], unit=unit)]
         if maps:
-            yield (f"All {'heads' if of_heads else 'positions'}{ending}", "Hover for a number and its interval.", maps)
-        shares = of_all.normalized() if table.is_paired else None
-        if shares is not None and not np.isnan(shares.frame["value"].to_numpy(dtype=float)).all():
-            drawn = [plots.top_heads(shares, [metric], 10, by="absolute")]
-            drawn += [plots.head_maps(shares, [metric], unit="share")] if of_heads else []
-            yield f"Normalised{ending}", SCALE, drawn
+            yield f"All {'heads' if of_heads else 'positions'}{ending}", "Hover for a number and its interval.", maps
     if table.baselines is not None:
         yield (
             "Without an edit",
@@ -85,7 +83,11 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, prompts: P
         drawn = [plots.head_maps(estimates, [metric], unit=unit) for _, estimates in _of_sites(screened)]
         yield "Estimates", "To first order: these heads were screened out, and not run.", drawn
     yield "A prompt", legend_of(prompts), prompts.to_html(0)
-    yield "All numbers", "", distinct(table)
+    shown = distinct(table)
+    if table.is_paired:
+        columns = shown.normalized().frame[["value", "low", "high"]].add_prefix("normalised ")
+        shown = Table(shown.frame.join(columns), shown.provenance)
+    yield "All numbers", "", shown
 
 
 def _by_site(table: Table, metric: str) -> Iterator[tuple[str, Table]]:

@@ -151,13 +151,9 @@ def _drawn(content: Content, name: str, heading: str, note: str) -> Html:
     if isinstance(content, go.Figure):
         download = {"modeBarButtons": [["toImage"]], "toImageButtonOptions": {"format": "svg"}, "displaylogo": False}
         config = {"responsive": True, **download}
-        traces: Any = content.data
-        named = [trace for trace in traces if trace.name and trace.showlegend is not False]
-        narrow = len({axis.domain for axis in content.select_xaxes()}) == 1 and len(named) < 2  # fits a phone
         text = content.to_html(full_html=False, include_plotlyjs=False, config=config, div_id=f"figure-{name}")
     else:
-        narrow = False
         text = content.html(script=False, name=f"attention-{name}")
     text = re.sub(r"<script[^>]*>(.*?)</script>", lambda script: packed(script[1]), text, flags=re.DOTALL)
-    figure = Markup('<div role="figure"{} tabindex="0" aria-label="{}. {}">{}</div>')
-    return Html(figure.format(Html(' class="narrow"' * narrow), heading, note, Html(text)))
+    figure = Markup('<div role="figure" tabindex="0" aria-label="{}. {}">{}</div>')
+    return Html(figure.format(heading, note, Html(text)))

@@ -156,12 +156,24 @@ def test_a_browser_draws_all_of_it_without_error_or_network(page, tmp_path, loca
     assert not browser.opened(page, tmp_path, width=500).overflows
 
 
-def test_on_a_phone_a_figure_of_one_panel_is_seen_whole(written, tmp_path, localization):
-    """Others scroll: a legend, or panels side by side, would be cut."""
-    one = ac.plots.top_heads(localization.table.where(role="align_query", metric="score"), ["score"])
-    page = written(("a", "", one), ("b", "", figures(localization)["scores"]))
-    widths = "() => [...document.querySelectorAll('[role=figure]')].map(it => it.scrollWidth > it.clientWidth)"
-    assert browser.ran(page, tmp_path, widths, width=500)[0] == [False, True]
+@pytest.mark.parametrize(("width", "columns"), [(500, 1), (1200, 3)])
+def test_on_a_phone_figures_are_seen_whole_with_their_panels_below_each_other(
+    written, tmp_path, localization, width, columns
+):
+    """Panels side by side and a scale or legend beside them would be cut, or scroll."""
+    drawn = figures(localization)
+    page = written(*((name, "", drawn[name]) for name in ("scores", "ablation")))
+    look = """() => [...document.querySelectorAll('[role=figure]')].map(it => [
+      it.scrollWidth > it.clientWidth || it.scrollHeight > it.clientHeight,
+      new Set([...it.querySelectorAll('.heatmaplayer')].map(map => Math.round(map.getBoundingClientRect().left))).size,
+      [...it.querySelectorAll('.annotation-text')].map(text => text.textContent),
+      [...it.querySelectorAll('.annotation-text')].map(text => text.getBoundingClientRect().top),
+    ])"""
+    (scores, ablation), _ = browser.ran(page, tmp_path, look, width=width)
+    assert not scores[0] and not ablation[0]
+    assert scores[1] == columns
+    assert scores[2] == [*localization.task.roles], "each above its panel"
+    assert columns > 1 or scores[3] == sorted(set(scores[3]))
 
 
 def test_a_table_of_claims_scrolls_by_itself_and_has_no_empty_columns(written, tmp_path):

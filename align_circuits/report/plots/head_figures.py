@@ -115,6 +115,8 @@ def top_heads(
     n: int = 5,
     title: str = "",
     by: Literal["highest", "lowest", "absolute"] | None = None,
+    *,
+    normalized: bool = False,
 ) -> go.Figure:
     """Returns the best heads of each metric with their 95% intervals, one panel per metric, as `Table.top` ranks them.
 
@@ -124,14 +126,21 @@ def top_heads(
         n: How many heads of each.
         title: Above the panels.
         by: What comes first, as for `Table.top`.
+        normalized: Whether the effect as `Table.normalized` gives it stands behind each name, in percent.
     """
     figure, panels = panel_grid(metrics, 0.28, horizontal_spacing=0.09)
     for index, (metric, panel) in enumerate(zip(metrics, panels, strict=True)):
-        best = table.top(metric, n, by=by).frame[::-1]
+        top = table.top(metric, n, by=by)
+        best, names = top.frame[::-1], _names(top.frame)
+        if normalized:
+            shares = top.normalized().frame["value"]
+            names = [
+                name if np.isnan(share) else f"{name} ({share:.0%})" for name, share in zip(names, shares, strict=True)
+            ]
         dots = points(
             best,
             along="x",
-            y=plain_list(_names(best)),
+            y=plain_list(names[::-1]),
             showlegend=False,
             marker={"size": 9, "color": COLOURS[index % len(COLOURS)]},
             hovertemplate="%{y}: %{x:.3f}<extra></extra>",
