@@ -8,7 +8,7 @@ from align_circuits.cli.sweep_verb import SweepVerb
 from align_circuits.cli.verb import head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.permutation_tests import smallest_p_values
-from align_circuits.report.localize_report import baselines_in_words, save_localization
+from align_circuits.report.localize_report import baselines_in_words, headline_of, save_localization
 from align_circuits.tasks.own_prompts import as_task, first_half
 
 MAX_UNNAMED = 10
@@ -60,7 +60,7 @@ class Localize(SweepVerb):
         if (more := len(result.unnamed) - MAX_UNNAMED) > 0:
             print(f"  and {more} more, which the report names")
         print("\n" + "\n".join(f"{name}: {numbers}" for name, numbers in baselines_in_words(result).items()))
-        print(f"\n{result.summary}")
+        print(f"\n{headline_of(result)}")
         result = replace(result, table=replace(result.table, provenance=self.provenance_of(result.table)))
         save_localization(result, results.new, facts=self.facts)
         print(f"\nreport: {results.folder / 'report.html'}")

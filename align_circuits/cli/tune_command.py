@@ -13,7 +13,7 @@ from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.models.loading import parameters_in
 from align_circuits.report import plots
-from align_circuits.report.localize_report import save_localization
+from align_circuits.report.localize_report import headline_of, save_localization
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import evaluate
 from align_circuits.training.tuning import TuneConfig, described, preset_for, tune
@@ -92,8 +92,10 @@ class Tune(PromptVerb):
         if naming:
             result = localize(run.model, task, self.count, self.seed, options=self.options)
             save_localization(result, results.new / "heads")
-            print(f"{result.summary}\nheads: {results.folder / 'heads' / 'report.html'}")
-            sections.append(("The named heads ablated", result.summary, plots.ablation(result.evidence.set_ablations)))
+            print(f"{headline_of(result)}\nheads: {results.folder / 'heads' / 'report.html'}")
+            sections.append(
+                ("The named heads ablated", headline_of(result), plots.ablation(result.evidence.set_ablations))
+            )
         print(f"adapter: {results.folder / 'adapter'}")
         self.finish(
             results,

@@ -75,10 +75,11 @@ class Verdict:
     @property
     def holds(self) -> bool:
         """Whether the effect is large enough, and larger than that of both kinds of control sets."""
-        return self._large and bool(self.controls) and max(self.p.values()) <= self.alpha
+        return self.large and bool(self.controls) and max(self.p.values()) <= self.alpha
 
     @property
-    def _large(self) -> bool:
+    def large(self) -> bool:
+        """Whether the set itself costs or keeps enough accuracy, whatever other sets do."""
         return is_large(self.claim, self.intact, self.value, self.least)
 
     @property
@@ -86,7 +87,7 @@ class Verdict:
         """Why no control set was measured, if none was; else an empty text."""
         if self.controls:
             return ""
-        if self._large:
+        if self.large:
             return "no control sets were drawn"
         little = "loses less" if self.claim == "necessary" else "keeps less"
         return f"this {little} than is needed, so no control sets were measured"
@@ -114,7 +115,7 @@ class Verdict:
         ablated = f"{subject} ablated" if self.claim == "necessary" else f"all but {subject} ablated"
         controls = f", beside {' and '.join(self.beside)}" if self.controls else f" ({self.why_no_controls})"
         best = {name: 1 / (1 + len(draws)) for name, draws in self.controls.items()}
-        if self.controls and self._large and self.p == best and not self.holds:
+        if self.controls and self.large and self.p == best and not self.holds:
             controls += f" (these are too few for p to reach {self.alpha:g})"
         outcome = self.claim if self.holds else f"not shown to be {self.claim}"
         return (

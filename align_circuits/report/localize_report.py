@@ -74,8 +74,7 @@ def save_localization(
         ValueError: The folder cannot be written, or holds other folders where the tables go.
     """
     tables = ("patching_effects", "ablation_effects", "set_ablations", "interchanges")
-    caveats = localization.caveat_sentences
-    summary = " ".join([answer_of(localization) or localization.answer, *caveats[:1]])
+    summary = "\n\n".join([headline_of(localization), " ".join(localization.caveat_sentences[1:])])
     with replacing_in(
         folder, going=(*FILES, PER_PROMPT, *tables, "group_ablations")
     ) as new:  # the last of an earlier version
@@ -85,7 +84,7 @@ def save_localization(
         write_report(
             new / "report.html",
             title=title_of(localization),
-            summary="\n\n".join(filter(None, (summary, " ".join(caveats[1:])))),
+            summary=summary,
             sections=list(_sections(localization)),
             provenance=localization.table.provenance,
             facts={**baselines_in_words(localization), **(facts or {})},
@@ -161,22 +160,44 @@ def _section(heading: str, content: Content | Sequence[Content], **values: Any) 
     return heading, _TEXTS["notes"][heading].format(**values), content
 
 
-def answer_of(localization: Localization) -> str:
-    """Returns the answer in a few sentences: which heads are named, and if the model needs them; "" without names."""
-    named = "; ".join(f"{role}: {describe(heads)}" for role, heads in localization.heads_by_role.items() if heads)
+def headline_of(localization: Localization) -> str:
+    """Returns what was found, whether the model needs it, how sure that is, and the gravest caveat, in sentences."""
+    caveats = localization.caveat_sentences
+    grave, others = (caveats[:1], []) if localization.warnings else ([], caveats[:1])  # else all else means little
+    return " ".join([*grave, _found(localization) or localization.answer, *others])
+
+
+def _found(localization: Localization) -> str:
+    """The heads of each role in the words of the task, and the verdicts on all of them; "" without names."""
+    roles = {role: heads for role, heads in localization.heads_by_role.items() if heads}
     together = {verdict.claim: verdict for verdict in localization.verdicts if not (verdict.role or verdict.smallest)}
-    if not named or {"necessary", "sufficient"} - together.keys():
-        return ""  # nothing to shorten
+    if not roles or {"necessary", "sufficient"} - together.keys():
+        return ""
     needed, enough = together["necessary"], together["sufficient"]
-    roles = [verdict for verdict in localization.verdicts if verdict.role and verdict.claim == "necessary"]
-    alone = ", ".join(verdict.role for verdict in roles if verdict.role and verdict.holds)
-    return (
-        f"{len(needed.heads)} of {needed.total} heads are named ({named}). Together they are "
-        f"{'' if needed.holds else 'not shown to be '}necessary (accuracy {needed.value:.2f} without them, "
-        f"{needed.intact:.2f} in the intact model) and {'' if enough.holds else 'not shown to be '}sufficient "
-        f"({enough.value:.2f} with all other heads ablated)."
-        + (f" Role by role, necessary: {alone or 'none is shown to be'}." if roles else "")
+    named = "; ".join(
+        f"{describe(heads)} for {role} ({localization.task.roles[role]})" for role, heads in roles.items()
     )
+    alone = [str(verdict.role) for verdict in localization.verdicts if verdict.role and verdict.holds]
+    single = f" Role by role, it is shown to need the heads of {', '.join(alone) or 'none'}." if len(roles) > 1 else ""
+    return (
+        f"{len(needed.heads)} of {needed.total} heads are named: {named}. Each passed its tests on prompts that had no "
+        f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names are expected to be false. "
+        f"With all heads the accuracy is {needed.intact:.2f}. Without the named ones it is {needed.value:.2f}"
+        f"{_because(needed, 'the model needs them')}.{single} With all other heads ablated it is {enough.value:.2f}"
+        f"{_because(enough, 'the named ones suffice')}."
+    )
+
+
+def _because(verdict: Verdict, claim: str) -> str:
+    """What the accuracy with a set ablated, or with it alone, says of a claim, beside other sets of as many heads."""
+    if verdict.holds:
+        beside = "lower than without" if verdict.claim == "necessary" else "higher than with"
+        return f", {beside} as many others: {claim}"
+    if not verdict.large:
+        little = "too small a loss" if verdict.claim == "necessary" else "too little"
+        return f", {little} to show that {claim}"
+    why = "other sets of as many heads may do the same" if verdict.controls else verdict.why_no_controls
+    return f", but {why}: it is not shown that {claim}"
 
 
 def figures(localization: Localization) -> dict[str, go.Figure]:

@@ -10,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.prompts.relations import Relation
 from align_circuits.tasks.task import TOKEN_ROLES, Task
 
 _ROW = "own_row"
@@ -137,4 +138,16 @@ def _roles(prompts: Prompts, roles: Mapping[str, str] | Sequence[str] | None) ->
         raise ValueError(f"no relation {unknown[0]!r} in these prompts; they have {', '.join(prompts.relations)}")
     if isinstance(roles, Mapping):
         return dict(roles)
-    return {name: TOKEN_ROLES.get(name, f"attends from the queries of {name} to its keys") for name in roles}
+    return {name: TOKEN_ROLES.get(name) or _in_words(prompts.relations[name], prompts.positions) for name in roles}
+
+
+def _in_words(relation: Relation, positions: Mapping[str, Int[Tensor, " prompt"]]) -> str:
+    """What a head of a relation does, in the names of positions where they tell it."""
+    at = {place: column[relation.prompt] for place, column in positions.items()}
+    row, (key, _) = torch.arange(len(relation)), relation.expand()
+    queries = [place for place, column in at.items() if torch.equal(column, relation.query)]
+    keys = [place for place, column in at.items() if (column >= 0).all() and key[row, column].all()]
+    if not (queries and keys) or int(key.sum()) != len(keys) * len(relation):
+        return f"attends from the queries of {relation.name} to its keys"
+    query = "the last token" if "END" in queries else queries[0]
+    return f"attends from {query} to {' and '.join(keys)}"

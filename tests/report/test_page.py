@@ -21,7 +21,7 @@ from align_circuits.papers.claims import Check, checks_html
 from align_circuits.papers.statistics import Measured
 from align_circuits.report import page as report
 from align_circuits.report import save_localization
-from align_circuits.report.localize_report import attention_of, figures, named_heads
+from align_circuits.report.localize_report import attention_of, figures, headline_of, named_heads
 from align_circuits.report.page import write_report
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
@@ -40,6 +40,46 @@ def empty(table: Table) -> Table:
 def localization() -> ac.Localization:
     found = ac.localize(ac.planted_circuit(TASK, seed=0), TASK, 16, n_controls=2)
     return replace(found, task=replace(found.task, notes=("Heads <align> & look up.",)))
+
+
+def test_the_headline_says_what_was_found_in_the_words_of_the_task_and_if_the_model_needs_it(localization):
+    said = headline_of(localization)
+    (role, heads), *_ = localization.heads_by_role.items()
+    named = len(localization.named_heads)
+    total = localization.verdicts[0].total
+    assert said.startswith(f"{named} of {total} heads are named: {describe(heads)} for {role} (attends to the input ")
+    assert "at most 5% of such names are expected to be false" in said
+    needed, enough = (
+        replace(next(each for each in localization.verdicts if each.claim == claim and not each.role), value=value)
+        for claim, value in (("necessary", 0.0), ("sufficient", 1.0))
+    )
+    better = replace(needed, controls={"layers": (1.0,) * 19}, intact=1.0)
+    for verdicts, words in (
+        (
+            (better, enough),
+            "Without the named ones it is 0.00, lower than without as many others: the model needs them.",
+        ),
+        (
+            (replace(better, controls={"layers": (0.0,) * 19}), enough),
+            "but other sets of as many heads may do the same",
+        ),
+        ((replace(better, value=0.99, controls={}), enough), "too small a loss to show that the model needs them."),
+        ((replace(better, controls={}), enough), "but no control sets were drawn: it is not shown that"),
+        (
+            (needed, replace(enough, controls={"layers": (0.0,) * 19})),
+            "1.00, higher than with as many others: the named",
+        ),
+        ((needed, replace(enough, value=0.01, controls={})), "it is 0.01, too little to show that the named ones suff"),
+    ):
+        assert words in headline_of(replace(localization, verdicts=verdicts))
+    effects = localization.evidence.patching_effects
+    assert effects.baselines is not None
+    baselines: Any = effects.baselines.frame
+    guess = replace(effects, baselines=replace(effects.baselines, frame=baselines.assign(value=0.0, low=0.0, high=1.0)))
+    guessing = replace(localization, evidence=replace(localization.evidence, patching_effects=guess))
+    assert guessing.warnings and headline_of(guessing).startswith(guessing.caveat_sentences[0]), "else all means little"
+    nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()))
+    assert headline_of(nothing).startswith("No head passes every test.")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 from refusals import refused
 
 import align_circuits as ac
+from align_circuits.hooks.heads import describe
 from align_circuits.report import plots as typed_plots
 from align_circuits.report.plots import pictures
 from align_circuits.tables.provenance import Provenance
@@ -180,6 +181,12 @@ def test_top_heads_of_effects_are_those_that_matter_most(effects):
     assert (dots.y[-1], dots.x[-1]) == ("L1H0", -3)
     assert plots.top_heads(ablated, ["log_prob"]).layout.xaxis.range is None
     assert plots.top_heads(first.where(layer=0), ["log_prob"]).layout.xaxis.range is None
+    model, task = ac.planted_circuit(ac.Seq2SeqTask(x_len=3, n_examples=2)), ac.Seq2SeqTask(x_len=3, n_examples=2)
+    patched = ac.patch_heads(model, ac.Pair(*task.pairs(task.sample(4, model.tokenizer)), metric="prob"))
+    best = patched.top("prob", 1, by="absolute")
+    name, share = describe(best.head_indices), best.normalized().frame["value"].iloc[0]
+    drawn = plots.top_heads(patched, ["prob"], 3, by="absolute", normalized=True).data[0]
+    assert drawn.y[-1] == f"{name} ({share:.0%})"
     edges = pd.DataFrame({"level": "edge", "sender": ["L0H1", "input"], "receiver": "logits", "metric": "a"})
     table = Table(edges.assign(value=[1.0, 2.0], low=0.0, high=2.0, n=1), Provenance("patch_edges"))
     assert plots.top_heads(table, ["a"]).data[0].y == ("L0H1 to logits", "input to logits")

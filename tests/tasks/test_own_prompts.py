@@ -97,7 +97,9 @@ def test_roles():
     prompts = replace(numbered(3), positions={"END": torch.tensor([1, 1, 1]), "start": torch.tensor([0, 0, 0])})
     assert OwnPrompts(prompts).roles == TOKEN_ROLES
     prompts = prompts.with_relations(mine=Relation.from_positions("END", "start", prompts=prompts))
-    assert OwnPrompts(prompts).roles == {"mine": "attends from the queries of mine to its keys"}
+    assert OwnPrompts(prompts).roles == {"mine": "attends from the last token to start"}
+    unnamed = replace(prompts, positions={"END": prompts.positions["END"]})
+    assert OwnPrompts(unnamed).roles == {"mine": "attends from the queries of mine to its keys"}
     assert list(OwnPrompts(prompts, roles=["previous", "mine"]).roles) == ["previous", "mine"]
     assert OwnPrompts(prompts, roles={"mine": "looks"}).split(0)[1].roles == {"mine": "looks"}
     refused("no relation 'other' in these prompts; they have induction", OwnPrompts, prompts, roles=["other"])
