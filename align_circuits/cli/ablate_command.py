@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from align_circuits.cli.effects import EffectMetric, EffectVerb
+from align_circuits.cli.effects import IN_WORDS, EffectMetric, EffectVerb
 from align_circuits.cli.folders import Results
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.run.target_metrics import Metric
@@ -37,6 +37,6 @@ class Ablate(EffectVerb):
             self.metric,
             how=f"{len(prompts)} prompts, {self.how} ablation, change of {self.metric}",
             title=f"Heads of {self.model} ablated",
-            what=f"Change of {self.metric} when one head is ablated ({replaced_by})",
+            what=f"Change of {IN_WORDS[self.metric]} when one head is ablated ({replaced_by})",
             but="A head whose work others take over shows no change: ablate such heads together.",
         )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from align_circuits.circuits.attribute import HeadMethod, attribute_heads
-from align_circuits.cli.effects import OF_TARGETS, EffectVerb, PairDirection
+from align_circuits.cli.effects import IN_WORDS, OF_TARGETS, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
 
 
@@ -25,6 +25,7 @@ class Attribute(EffectVerb):
         model, pair = self.prepare_pair(metric=self.metric, direction=self.direction)
         table = attribute_heads(model, pair, method=self.method, sites=(self.site,), options=self.options)
         attributed = "output" if self.site == "z" else self.site
+        what = f"Change of {IN_WORDS[self.metric]} that patching one head's {attributed} would make"
         self.write(
             results,
             table,
@@ -32,6 +33,6 @@ class Attribute(EffectVerb):
             self.metric,
             how=f"{len(pair.clean)} pairs, {self.direction}, {self.method} of {self.metric}",
             title=f"Heads of {self.model}: attribution",
-            what=f"What patching one head's {attributed} would change, estimated by {self.method}",
+            what=f"{what}, estimated by {self.method}",
             but=f"{self.corruption} Check the best ones with align-circuits patch, which is exact.",
         )

@@ -22,6 +22,16 @@ NORMALISED = (
 )
 """What normalised effects mean, where they are shown."""
 
+IN_WORDS = {
+    "log_prob": "the target's log-probability (nats)",
+    "logit": "the target's logit",
+    "logit_diff": "the target's logit minus that of the wrong answer",
+    "prob": "the target's probability",
+    "kl": "the KL divergence from the prediction on the clean prompts (nats)",
+    "accuracy": "accuracy",
+}
+"""What each metric measures."""
+
 _SITE_KEYS = ("site", "positions")
 """The keys of what is patched beside layer and head."""
 

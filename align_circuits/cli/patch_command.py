@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from align_circuits.cli.effects import EffectMetric, EffectVerb, PairDirection
+from align_circuits.cli.effects import IN_WORDS, EffectMetric, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
 from align_circuits.heads.patch import patch_heads, patch_sites
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site
@@ -71,6 +71,6 @@ class Patch(EffectVerb):
             self.metric,
             how=f"{len(pair.clean)} pairs, {self.direction}, change of {self.metric}",
             title=f"{'Layers' if chosen == 'each' else 'Heads'} of {self.model} patched",
-            what=f"Change of {self.metric} when {description} is patched from {into} prompts",
+            what=f"Change of {IN_WORDS[self.metric]} when {description} is patched from {into} prompts",
             but=self.corruption,
         )

@@ -177,11 +177,12 @@ def _found(localization: Localization) -> str:
     named = "; ".join(
         f"{describe(heads)} for {role} ({localization.task.roles[role]})" for role, heads in roles.items()
     )
-    alone = [str(verdict.role) for verdict in localization.verdicts if verdict.role and verdict.holds]
-    single = f" Role by role, it is shown to need the heads of {', '.join(alone) or 'none'}." if len(roles) > 1 else ""
+    alone = ", ".join(str(verdict.role) for verdict in localization.verdicts if verdict.role and verdict.holds)
+    needs = f"the heads of {alone}" if alone else "none"
+    single = f" Role by role, the model is shown to need {needs}." if len(roles) > 1 else ""
     return (
         f"{len(needed.heads)} of {needed.total} heads are named: {named}. Each passed its tests on prompts that had no "
-        f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names are expected to be false. "
+        f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names should be false. "
         f"With all heads the accuracy is {needed.intact:.2f}. Without the named ones it is {needed.value:.2f}"
         f"{_because(needed, 'the model needs them')}.{single} With all other heads ablated it is {enough.value:.2f}"
         f"{_because(enough, 'the named ones suffice')}."

@@ -48,7 +48,7 @@ def test_the_headline_says_what_was_found_in_the_words_of_the_task_and_if_the_mo
     named = len(localization.named_heads)
     total = localization.verdicts[0].total
     assert said.startswith(f"{named} of {total} heads are named: {describe(heads)} for {role} (attends to the input ")
-    assert "at most 5% of such names are expected to be false" in said
+    assert "at most 5% of such names should be false" in said
     needed, enough = (
         replace(next(each for each in localization.verdicts if each.claim == claim and not each.role), value=value)
         for claim, value in (("necessary", 0.0), ("sufficient", 1.0))

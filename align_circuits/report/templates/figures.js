@@ -29,7 +29,7 @@ const stacked = layout => {
     top -= height + gap;
   }
   layout.height = total + t + b;
-  if (layout.legend) layout.legend.y *= inner / total;
+  if (layout.legend) Object.assign(layout.legend, {y: layout.legend.y * inner / total, font: {size: 11}});
   const bar = layout.coloraxis?.colorbar;
   if (bar) Object.assign(bar, {orientation: "h", x: 0, xanchor: "left", y: -60 / total, yanchor: "top", len: 1,
     lenmode: "fraction", thickness: 14});
