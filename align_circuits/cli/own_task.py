@@ -5,6 +5,7 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import TypeGuard
 
 from align_circuits.jobs.identity import Unidentified, identity_of
 from align_circuits.tasks.task import Task
@@ -51,7 +52,7 @@ def identity_of_task(task: Task) -> str | None:
         return None
 
 
-def _is_task(kind: object) -> bool:
+def _is_task(kind: object) -> TypeGuard[type[Task]]:
     return isinstance(kind, type) and issubclass(kind, Task)
 
 
