@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
+from types import MappingProxyType
 
 import torch
 from einops import rearrange
@@ -102,6 +103,7 @@ class _Batch:
     def join(self, site: Site, layer: int) -> list[int]:
         """Returns the edit sets whose first edit is at a site, which run from now on."""
         indices = self.joining.get((layer, REPLAY_SITES.index(site)), [])
+        indices = [index for index in indices if index not in self.running]
         self.running += indices
         return indices
 
@@ -170,8 +172,9 @@ class Replay:
         keep: Collection[str],
         starts: Collection[int],
         probe: PatternProbe | None = None,
+        edits: EditSet = MappingProxyType({}),
     ) -> "Replay":
-        """Runs prompts without edits, and keeps what edited runs start from.
+        """Runs prompts, and keeps what edited runs start from.
 
         Args:
             decoder: The model, inside `decoders.decoder_of` and without gradients.
@@ -181,16 +184,17 @@ class Replay:
             keep: The hook points to start from (`starts_from`).
             starts: The columns from which edited runs will start.
             probe: Reads rows of the pattern of every layer.
+            edits: What is edited in this run already, at columns before `starts`; edited runs add theirs.
         """
         real, positions = _places(mask)
         residual = decoder.embed(tokens, positions)
         rotation = decoder.rotation(residual, positions)
         replay = cls(decoder, tokens, real, positions, rotation, queries, min(starts), max(starts))
         past: dict[int, tuple[Tensor, Tensor]] | None = {} if max(starts) else None
-        unedited = _Batch(0, queries, [{}], [0], keep, past=past, probe=probe)
-        last = replay._through(unedited, residual[None], 0, decoder.cfg.n_layers)
+        kept = _Batch(0, queries, [edits], [0], keep, past=past, probe=probe)
+        last = replay._through(kept, residual[None], 0, decoder.cfg.n_layers)
         replay.logits = decoder.unembed(last)[0]
-        replay.kept = {name: value[:, replay.start :] for name, value in unedited.kept.items()}
+        replay.kept = {name: value[:, replay.start :] for name, value in kept.kept.items()}
         # A run that starts at a column computes the keys from there on itself, so later ones are never read from here.
         end = replay.last_start
         replay.past = {layer: (_first(key, end), _first(value, end)) for layer, (key, value) in (past or {}).items()}
