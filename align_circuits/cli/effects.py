@@ -77,7 +77,15 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, prompts: P
         if of_heads and "kind" in table.keys:
             kinds = kinds_of(table.frame)
             same = {key: of_all.frame[key].iloc[0] for key in _SITE_KEYS if key in table.keys}
-            maps = [plots.head_maps(_measured(table).where(metric=metric, **same), kinds, by="kind", unit=unit)]
+            maps = [
+                plots.head_maps(
+                    _measured(table).where(metric=metric, **same),
+                    kinds,
+                    captions=kinds != ["all"],
+                    by="kind",
+                    unit=unit,
+                )
+            ]
         elif of_heads:
             maps = [plots.head_maps(of_all, [metric], unit=unit)]
         if maps:

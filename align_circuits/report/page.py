@@ -141,9 +141,15 @@ def _drawn(content: Content, name: str, heading: str, note: str) -> Html:
     """A content as HTML; a figure's own ids are made of `name`, so that the same results give the same page."""
     if isinstance(content, Table):
         frame: Any = content.frame.dropna(axis=1, how="all")
+        same = [
+            key for key in content.keys if key in frame and len(frame) > 1 and frame[key].nunique(dropna=False) == 1
+        ]
+        in_all = ", ".join(f"{key} {frame[key].iloc[0]}" for key in same)
+        frame = frame.drop(columns=same)
         rows = frame.head(MAX_ROWS).to_html(index=False, float_format="{:.3f}".format, na_rep="–", border=0)
         lines = re.sub(r"\n *", "\n", rows)
-        content = f'<div class="wide">{lines}</div>' + (
+        said = Markup("<p>In all rows: {}.</p>").format(in_all) if same else ""
+        content = f'{said}<div class="wide">{lines}</div>' + (
             f"<p>{MAX_ROWS:,} of {len(content):,} rows: table.csv has all.</p>" if len(content) > MAX_ROWS else ""
         )
     if isinstance(content, str):

@@ -216,6 +216,17 @@ def test_on_a_phone_figures_are_seen_whole_with_their_panels_below_each_other(
     assert columns > 1 or scores[3] == sorted(set(scores[3]))
 
 
+def test_a_table_says_once_what_is_the_same_in_all_rows(written):
+    frame = pd.DataFrame(
+        {"level": "head", "head": [0, 1], "site": "<z>", "value": 0.5, "low": 0.5, "high": 0.5, "n": 4}
+    )
+    page = written(("a", "", Table(frame, MADE))).read_text(encoding="utf-8")
+    assert "<p>In all rows: level head, site &lt;z&gt;.</p>" in page
+    assert re.findall("<th>(.*?)</th>", page) == ["head", "value", "low", "high", "n"], "numbers stay"
+    alone = written(("a", "", Table(frame[:1], MADE))).read_text(encoding="utf-8")
+    assert "In all rows" not in alone and "<th>level</th>" in alone
+
+
 def test_a_table_of_claims_scrolls_by_itself_and_has_no_empty_columns(written, tmp_path):
     checks = [Check("a" * 30 + " " + "b" * 90, Measured(0.7, 0.6, 0.8), ">=", 0.5, Measured(0.1, 0.0, 0.2), "c" * 60)]
     drawn = checks_html(checks)

@@ -128,7 +128,8 @@ def top_heads(
         by: What comes first, as for `Table.top`.
         normalized: Whether the effect as `Table.normalized` gives it stands behind each name, in percent.
     """
-    figure, panels = panel_grid(metrics, 0.28, horizontal_spacing=0.09)
+    captions = [f"{metric} ({UNITS[metric]})" if metric in UNITS else metric for metric in metrics]
+    figure, panels = panel_grid(captions, 0.28, horizontal_spacing=0.09)
     for index, (metric, panel) in enumerate(zip(metrics, panels, strict=True)):
         top = table.top(metric, n, by=by)
         best, names = top.frame[::-1], _names(top.frame)
