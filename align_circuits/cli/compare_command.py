@@ -37,10 +37,12 @@ class Compare(Verb):
         table, paired = differences(*tables)
         settings, claims = (compared(*tables) for compared in (settings_that_differ, claims_of))
         differing = _differing(table)
-        left_out = [f"{len(run) - len(table)} stand in {name} alone" for name, run in zip("AB", tables, strict=True)]
+        left_out = [f"{len(run) - len(table)} are in {name} alone" for name, run in zip("AB", tables, strict=True)]
         summary = f"{len(table) - len(differing)} of {len(table)} numbers are equal in A and B ({', '.join(left_out)})."
         if len(differing) or not paired:
-            why = "with 95% intervals over the same prompts" if paired else "without intervals: the prompts differ"
+            other = len({each.provenance.data.get("digest") for each in tables}) > 1
+            without = "without intervals" + (": the prompts differ" if other else "")
+            why = "with 95% intervals over the same prompts" if paired else without
             summary += f" Differences are B minus A, {why}."
         print(f"A: {self.first}\nB: {self.second}\n\n{summary}\n")
         for name, rows in (("settings that differ", settings), ("claims", claims)):
@@ -83,9 +85,8 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
         raise ValueError(f"a run of {verbs[0]!r} and one of {verbs[1]!r} differ: give two of one verb")
     keys = [key for key in first.keys if key in second.keys]
     first, second = (_by(keys, table) for table in (first, second))
-    both: Any = first.frame[[*keys, "value", "n"]].merge(
-        second.frame[[*keys, "value", "n"]], on=keys, suffixes=("_a", "_b")
-    )
+    numbers = [table.frame[[*keys, "value", "n"]].assign(row=np.arange(len(table))) for table in (first, second)]
+    both: Any = numbers[0].merge(numbers[1], on=keys, suffixes=("_a", "_b"))
     if not len(both):
         apart = [key for key in keys if not {*first.frame[key]} & {*second.frame[key]}]
         values = [f"{key} ({', '.join(str(table.frame[key].iloc[0]) for table in (first, second))})" for key in apart]
@@ -96,10 +97,11 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
     frame: Any = both[keys].assign(A=both["value_a"], B=both["value_b"], value=both["value_b"] - both["value_a"])
     frame = frame.assign(low=float("nan"), high=float("nan"), n=both[["n_a", "n_b"]].min(axis=1))
     try:
-        exact = (second - first).frame[[*keys, "low", "high"]]
+        common = [table._rows(both[row].to_numpy()) for table, row in ((first, "row_a"), (second, "row_b"))]
+        exact = (common[1] - common[0]).frame[[*keys, "low", "high"]]
         frame = frame.drop(columns=["low", "high"]).merge(exact, on=keys)[[*keys, "A", "B", *VALUES]]
     except ValueError:
-        pass  # other rows, such as other lengths: no pairs of prompts, and no intervals
+        pass  # such as patches in different directions: no intervals
     frame = frame.sort_values("value", key=lambda values: values.abs(), ascending=False, kind="stable")
     provenance = Provenance("compare", {"A": asdict(first.provenance), "B": asdict(second.provenance)})
     return Table(frame.reset_index(drop=True), provenance), bool(frame["low"].notna().any())

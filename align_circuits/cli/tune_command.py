@@ -93,9 +93,8 @@ class Tune(PromptVerb):
             result = localize(run.model, task, self.count, self.seed, options=self.options)
             save_localization(result, results.new / "heads")
             print(f"{headline_of(result)}\nheads: {results.folder / 'heads' / 'report.html'}")
-            sections.append(
-                ("The named heads ablated", headline_of(result), plots.ablation(result.evidence.set_ablations))
-            )
+            ablated = plots.ablation(result.evidence.set_ablations) if result.named_heads else ""
+            sections.append(("Heads named after tuning", headline_of(result), ablated))
         print(f"adapter: {results.folder / 'adapter'}")
         self.finish(
             results,

@@ -44,7 +44,7 @@ def test_other_prompts_give_no_interval_and_equal_rows_are_counted(values, tmp_p
     run(values[0][:2], tmp_path / "b", digest="e", heads=HEADS[:2])
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
     printed = capsys.readouterr().out
-    assert "2 of 2 numbers are equal in A and B (1 stand in A alone, 0 stand in B alone)" in printed
+    assert "2 of 2 numbers are equal in A and B (1 are in A alone, 0 are in B alone)" in printed
     assert "without intervals: the prompts differ" in printed and "largest differences" not in printed
     page = (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
     assert "Numbers that differ" not in page
@@ -80,6 +80,12 @@ def test_estimates_stand_beside_what_they_estimate(values, tmp_path, capsys):
     np.testing.assert_allclose(made["A"], first.where(kind="all").frame["value"])
     np.testing.assert_allclose(made["B"], second.frame["value"])
     assert made["low"].notna().all()
+    more = pd.concat([kinds, HEADS.assign(kind="all", positions="all", metric="accuracy")])
+    run(np.concatenate([values[0], values[0] + 1, values[1]]), tmp_path / "a", verb="patch", heads=more)
+    assert main(command) == 0 and "3 are in A alone" in (said := capsys.readouterr().out)
+    assert "with 95% intervals over the same prompts" in said, "though A has another metric too"
+    again: Any = Table.load(tmp_path / "both").frame.sort_values(["layer", "head"])
+    pd.testing.assert_frame_equal(again, made)
     run(values[0], tmp_path / "a", verb="patch", heads=kinds.iloc[:3].assign(positions=["all", "END", "S"]))
     assert main(command) == 2 and "has several rows a head, by positions" in capsys.readouterr().err
     run(values[0], tmp_path / "a", verb="attribute", heads=HEADS.assign(metric="kl"))
