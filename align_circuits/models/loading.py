@@ -87,7 +87,7 @@ def load(
 ) -> Any:
     """Loads a decoder and returns it as a TransformerLens model.
 
-    Tested with TransformerLens 4 on the architectures that docs/your-own-model.md lists, and with 3.9 on a
+    Tested with TransformerLens 4 on the architectures that docs/architectures.md lists, and with 3.9 on a
     grouped-query `HookedTransformer`, which is returned unchanged: everything that reads and edits activations runs on
     it by the reference engine. Weights are read from safetensors or GGUF, never from pickle, and no code of a folder
     runs. The network is used only for a name on the hub that is not a local folder.

@@ -57,7 +57,7 @@ def classes() -> str:
 def pages() -> dict[Path, str]:
     """What the two pages should say."""
     written = {}
-    for path, text in ((ROOT / "docs" / "your-own-model.md", f"\n{table()}\n"), (ROOT / "README.md", classes())):
+    for path, text in ((ROOT / "docs" / "architectures.md", f"\n{table()}\n"), (ROOT / "README.md", classes())):
         old = path.read_text(encoding="utf-8")
         before, _, rest = old.partition("<!-- architectures -->")
         _, _, after = rest.partition("<!-- end -->")
