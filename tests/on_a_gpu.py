@@ -12,12 +12,8 @@ from pretend_gpu import pretend
 from small_training import loss, network, norms, quiet, same_weights, sample
 
 import align_circuits as ac
-from align_circuits.circuits.attribute import attribute_edges, attribute_heads
-from align_circuits.circuits.direct_effects import direct_logit_attribution, function_vectors
-from align_circuits.circuits.edge_patching import patch_edges, patch_paths
-from align_circuits.circuits.faithful import completeness, faithfulness
+from align_circuits.circuits.faithful import completeness
 from align_circuits.cli import main
-from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.permutation_tests import p_values
 from align_circuits.heads.task_vector_effects import representations, steer, task_vectors
 from align_circuits.hooks.names import name_of
@@ -44,7 +40,6 @@ from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.report import save_localization
 from align_circuits.run.forward_pass import capture
 from align_circuits.training.loop import TrainConfig
-from align_circuits.training.tuning import TuneConfig, tune
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2)
 DEVICES = ("cpu", "cuda")
@@ -259,7 +254,7 @@ def test_edits(models, pair, name, engine):
             cached = capture(model, pair.corrupted, names, options=ac.RunOptions(engine=engine))
             edit: Any = ac.Patch(heads, "v", positions=later, values=cached)
         elif name in ("mean", "resample"):
-            edit = ac.Ablate(heads, how=name, baseline=ablation_baseline(model, pair.corrupted, how=name, site="z"))
+            edit = ac.Ablate(heads, how=name, baseline=ac.ablation_baseline(model, pair.corrupted, how=name, site="z"))
         elif name == "clamp":
             edit = ac.Clamp(heads, "lookup")
         elif name == "steer":
@@ -354,9 +349,9 @@ def test_training_in_bfloat16():
 
 
 def test_tuning(llamas, tmp_path):
-    config = TuneConfig(steps=2, lr=5e-2, batch=2, probe_every=2, probe_prompts=2, dropout=0.0)
+    config = ac.TuneConfig(steps=2, lr=5e-2, batch=2, probe_every=2, probe_prompts=2, dropout=0.0)
     here, there = (
-        tune(model, TASK, config, progress=False, out=tmp_path / device)
+        ac.tune(model, TASK, config, progress=False, out=tmp_path / device)
         for model, device in zip(llamas, DEVICES, strict=True)
     )
     alike(here.table, there.table, atol=1e-4)
@@ -368,36 +363,36 @@ def test_tuning(llamas, tmp_path):
 
 @pytest.mark.parametrize("how", ATTRIBUTIONS, ids=str)
 def test_attribution_of_heads(llamas, noise, how):
-    there_as_here(llamas, lambda model: attribute_heads(model, noise, **how))
+    there_as_here(llamas, lambda model: ac.attribute_heads(model, noise, **how))
 
 
 @pytest.mark.parametrize("method", ["eap_ig_activations", "atp_star"])
 def test_attribution_of_edges(llamas, noise, method):
-    there_as_here(llamas, lambda model: attribute_edges(model, noise, method=method, steps=2))
+    there_as_here(llamas, lambda model: ac.attribute_edges(model, noise, method=method, steps=2))
 
 
 @ON_ONE_AND_ON_TWO
 def test_edges_and_paths(models, noise):
     edges = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L0H2", "L1KV0.k"), ("L1H1", "M1"), ("L0H0", "logits")]
-    there_as_here(models, lambda model: patch_edges(model, noise, edges=edges))
+    there_as_here(models, lambda model: ac.patch_edges(model, noise, edges=edges))
     ends: Any = {"senders": ["input", "L0H1"], "receivers": ["L1H0.q", "L1KV1.k", "L1KV0.v", "M1", "logits"]}
-    there_as_here(models, lambda model: patch_paths(model, noise, **ends))
+    there_as_here(models, lambda model: ac.patch_paths(model, noise, **ends))
 
 
 def test_circuits(folder, noise):
     # A quotient: where a resample's denominator is small, float32's rounding is not.
     llamas = [ac.load(folder, device=device, dtype=torch.float64) for device in DEVICES]
-    heads, scores = [(0, 1), (1, 2)], attribute_edges(llamas[0], noise, method="eap")
+    heads, scores = [(0, 1), (1, 2)], ac.attribute_edges(llamas[0], noise, method="eap")
     shares: Any = {"fractions": (0.5,), "heads": {"two": heads}}
-    there_as_here(llamas, lambda model: faithfulness(model, noise, scores, **shares))
+    there_as_here(llamas, lambda model: ac.faithfulness(model, noise, scores, **shares))
     there_as_here(llamas, lambda model: completeness(model, heads[:1], noise, draws=1))
 
 
 @ON_ONE_AND_ON_TWO
 def test_contributions(models, prompts):
-    there_as_here(models, lambda model: direct_logit_attribution(model, prompts))
+    there_as_here(models, lambda model: ac.direct_logit_attribution(model, prompts))
     pairs = [ac.Pair(prompts, TASK.corrupt(prompts, "labels", seed=1))]
-    there_as_here(models, lambda model: function_vectors(model, pairs, heads=[(0, 1), (1, 2)]))
+    there_as_here(models, lambda model: ac.function_vectors(model, pairs, heads=[(0, 1), (1, 2)]))
 
 
 def test_recall():
@@ -460,8 +455,8 @@ def test_a_model_on_two_devices(split, prompts):
 
 
 def test_attribution_on_two_devices(split, noise):
-    there_as_here(split, lambda model: attribute_heads(model, noise))
-    there_as_here(split, lambda model: attribute_edges(model, noise, method="eap_ig_activations", steps=2))
+    there_as_here(split, lambda model: ac.attribute_heads(model, noise))
+    there_as_here(split, lambda model: ac.attribute_edges(model, noise, method="eap_ig_activations", steps=2))
 
 
 def test_localization_on_two_devices(split):
@@ -488,6 +483,6 @@ def test_measures_with_offloaded_layers(offloaded, prompts):
 def test_causes_with_offloaded_layers(offloaded, pair, noise):
     there_as_here(offloaded, lambda model: ac.patch_heads(model, pair, sites=REPLAY_SITES))
     there_as_here(offloaded, lambda model: ac.ablate_heads(model, pair.clean))
-    there_as_here(offloaded, lambda model: attribute_edges(model, noise, method="eap"))
-    there_as_here(offloaded, lambda model: patch_edges(model, noise, edges=[("M0", "L1H3.q"), ("L0H0", "logits")]))
-    there_as_here(offloaded, lambda model: direct_logit_attribution(model, pair.clean))
+    there_as_here(offloaded, lambda model: ac.attribute_edges(model, noise, method="eap"))
+    there_as_here(offloaded, lambda model: ac.patch_edges(model, noise, edges=[("M0", "L1H3.q"), ("L0H0", "logits")]))
+    there_as_here(offloaded, lambda model: ac.direct_logit_attribution(model, pair.clean))

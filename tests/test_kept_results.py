@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from refusals import raised
 
 from align_circuits.cli.experiments_list import kept_verdicts
 from align_circuits.papers.claims import Check
@@ -132,11 +133,9 @@ def test_seeds_of_a_table_of_means_are_those_of_its_arms(kept_results):
 
 def test_a_claim_without_a_cause_is_refused(kept_results, monkeypatch):
     monkeypatch.setattr(kept_results, "failing", lambda _: iter([("icatune/fig3", "cpu", "No such claim", "0")]))
-    with pytest.raises(LookupError, match="0 causes for 'No such claim'"):
-        kept_results.why("icatune")
+    raised(LookupError, "0 causes for 'No such claim'", kept_results.why, "icatune")
     monkeypatch.setattr(kept_results, "failing", lambda _: iter([]))
-    with pytest.raises(LookupError, match="claims that do not fail"):
-        kept_results.why("icatune")
+    raised(LookupError, "claims that do not fail", kept_results.why, "icatune")
 
 
 @pytest.mark.parametrize(

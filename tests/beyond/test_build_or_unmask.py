@@ -8,9 +8,6 @@ from measured import table_of
 import align_circuits as ac
 from align_circuits.beyond import build_or_unmask
 from align_circuits.beyond.build_or_unmask import TOP, UNMASK, clamped
-from align_circuits.hooks.edits import Clamp
-from align_circuits.run.evaluation import evaluate
-from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 TASK: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 2}
 
@@ -20,14 +17,14 @@ def test_what_clamping_gains_is_the_difference_of_two_evaluations(random_hf_mode
     monkeypatch.setattr(build_or_unmask, "loaded", lambda _: bridge)
     rows = clamped(model="", task=TASK, role="align_query", prompts=4, seed=1)
     assert len(rows) == bridge.cfg.n_layers * bridge.cfg.n_heads
-    prompts = Seq2SeqTask(**TASK, task_seed=1).sample(4, bridge.tokenizer, build_or_unmask.FRESH + 1)
+    prompts = ac.Seq2SeqTask(**TASK, task_seed=1).sample(4, bridge.tokenizer, build_or_unmask.FRESH + 1)
     head = (bridge.cfg.n_layers - 1, 1)
     with_edit, without = (
-        evaluate(bridge, prompts, edits=edits)
+        ac.evaluate(bridge, prompts, edits=edits)
         .where(metric="log_prob", predictor="model", kind="first", offset=None)
         .frame["value"]
         .item()
-        for edits in ([Clamp([head], "align_query")], [])
+        for edits in ([ac.Clamp([head], "align_query")], [])
     )
     gain = rows[(rows["layer"] == head[0]) & (rows["head"] == head[1])]["value"].item()
     assert gain == pytest.approx(with_edit - without, abs=1e-6)

@@ -13,21 +13,19 @@ from peft import LoraConfig, get_peft_model
 from refusals import refused
 
 import align_circuits as ac
-from align_circuits.circuits.edge_patching import patch_edges, patch_paths
 from align_circuits.hooks.graph import Graph
-from align_circuits.prompts.prompts import Prompts
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
 ARCHITECTURES = ("llama", "qwen3", "gpt2", "gpt_neox")
 
 
 @pytest.fixture(scope="module")
-def clean(char_tokenizer) -> Prompts:
+def clean(char_tokenizer) -> ac.Prompts:
     return TASK.sample(3, char_tokenizer, seed=0)
 
 
 @pytest.fixture(scope="module")
-def corrupted(clean) -> Prompts:
+def corrupted(clean) -> ac.Prompts:
     return TASK.corrupt(clean, "query", seed=1)
 
 
@@ -54,7 +52,7 @@ def edges_of(graph: Graph) -> list[tuple[str, str]]:
 def test_edges_equal_runs_with_everything_frozen(models, name, noise, clean, corrupted):
     model, graph = models[name], Graph.of(models[name].cfg)
     some = None if name == "llama" else edges_of(graph)[::6]
-    found = by_edge(patch_edges(model, noise, edges=some))
+    found = by_edge(ac.patch_edges(model, noise, edges=some))
     twin = Twin(model, clean, corrupted)
     assert found == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in found}, abs=1e-5)
     assert set(found) == set(edges_of(graph) if some is None else some)
@@ -92,12 +90,12 @@ def test_paths_equal_runs_with_heads_frozen(models, name, noise, clean, corrupte
     model, senders = models[name], ["input", "L0H1", "M0"]
     shared = "KV" if name in ("llama", "qwen3") else "H"
     receivers = ["L1H0.q", f"L1{shared}1.k", f"L1{shared}0.v", "M1", "logits"]
-    found = by_edge(patch_paths(model, noise, senders=senders, receivers=receivers))
+    found = by_edge(ac.patch_paths(model, noise, senders=senders, receivers=receivers))
     twin = Twin(model, clean, corrupted)
     expected = {pair: twin.effect(*pair, freeze_mlps=False) for pair in found}
     assert found == pytest.approx(expected, abs=1e-5)
     assert len(found) == len(senders) * len(receivers)
-    direct = by_edge(patch_edges(model, noise, edges=found))
+    direct = by_edge(ac.patch_edges(model, noise, edges=found))
     if name != "gpt_neox":  # whose heads and MLP read side by side
         assert found["L0H1", "logits"] != pytest.approx(direct["L0H1", "logits"], abs=1e-3), "an MLP lies between"
     assert found["M0", "L1H0.q"] == pytest.approx(direct["M0", "L1H0.q"], abs=1e-5), "none lies between"
@@ -113,11 +111,11 @@ def test_on_padded_prompts_and_in_double_precision(random_hf_model, lengths):
     noise, batches = ac.Pair(run, other, direction="noise"), ac.RunOptions(batch_size=2)
     exact: Any = {"abs": 1e-10 if double else 1e-5}
     some = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L0H2", "L1KV0.k"), ("L1H1", "M1"), ("L0H0", "logits")]
-    edges = by_edge(patch_edges(model, noise, edges=some, options=batches))
+    edges = by_edge(ac.patch_edges(model, noise, edges=some, options=batches))
     twin = Twin(model, run, other)
     assert edges == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in edges}, **exact)
     receivers, senders = ["L1H3.q", "L1KV0.k", "L1KV1.v", "M1", "logits"], ["L0H0", "L0H3", "L1H0"]
-    paths = by_edge(patch_paths(model, noise, senders=senders, receivers=receivers, options=batches))
+    paths = by_edge(ac.patch_paths(model, noise, senders=senders, receivers=receivers, options=batches))
     expected = {pair: twin.effect(*pair, freeze_mlps=False) for pair in paths}
     assert paths == pytest.approx(expected, **exact)
     assert ("L1H0", "L1H3.q") not in paths and ("L1H0", "M1") in paths
@@ -125,12 +123,12 @@ def test_on_padded_prompts_and_in_double_precision(random_hf_model, lengths):
 
 def test_directions_engines_and_batches(models, clean, corrupted):
     model, edges = models["llama"], [("L0H1", "L1H2.q"), ("input", "L1KV1.v"), ("M0", "logits")]
-    for verb, options in ((patch_edges, {"edges": edges}), (patch_paths, {"receivers": ["L1H2.q", "logits"]})):
+    for verb, options in ((ac.patch_edges, {"edges": edges}), (ac.patch_paths, {"receivers": ["L1H2.q", "logits"]})):
         table = verb(model, ac.Pair(clean, corrupted), **options)  # pyright: ignore[reportArgumentType]
         assert table.provenance.engine == "fast" and table.provenance.settings["direction"] == "denoise"
         twin = Twin(model, corrupted, clean)
         for edge, value in by_edge(table).items():
-            assert value == pytest.approx(twin.effect(*edge, freeze_mlps=verb is patch_edges), abs=1e-5)
+            assert value == pytest.approx(twin.effect(*edge, freeze_mlps=verb is ac.patch_edges), abs=1e-5)
         others = [ac.RunOptions(engine="reference"), ac.RunOptions(batch_size=2)]
         for other in others:
             again = verb(model, ac.Pair(clean, corrupted), **options, options=other)  # pyright: ignore[reportArgumentType]
@@ -147,10 +145,10 @@ def test_refusals(models, random_hf_model, noise, clean, corrupted):
         ([], "no edges: name at least one"),
     ):
         with pytest.raises(KeyError if message.startswith(("no sender", "no rec")) else ValueError, match=message):
-            patch_edges(model, noise, edges=edges)
+            ac.patch_edges(model, noise, edges=edges)
     with pytest.raises(ValueError, match=r"\['L0H1'\] is no sender: give names or heads, such as"):
         inspect.unwrap(Graph.sender)(Graph.of(model.cfg), ["L0H1"])  # without the checks of annotations
-    refused("none of the receivers comes after", patch_paths, model, noise, senders=["M1"], receivers=["L1H2.q"])
+    refused("none of the receivers comes after", ac.patch_paths, model, noise, senders=["M1"], receivers=["L1H2.q"])
     for wrong, message in (
         ({"metric": "loss"}, "metric='loss': choose one of 'accuracy', 'log_prob', 'logit', 'prob'"),
         ({"direction": "up"}, "direction='up': choose 'noise'"),
@@ -159,7 +157,7 @@ def test_refusals(models, random_hf_model, noise, clean, corrupted):
     refused("no targets of kind 'later': these prompts have 'all', 'first'", ac.Pair, **pair, kind="later")
     normed = ac.load(random_hf_model("gemma2"), tokenizer=None)
     with pytest.raises(ValueError, match="norms what its attention or its MLP adds"):
-        patch_edges(normed, ac.Pair(of_lengths((8, 8), 0), of_lengths((8, 8), 1), direction="noise"))
+        ac.patch_edges(normed, ac.Pair(of_lengths((8, 8), 0), of_lengths((8, 8), 1), direction="noise"))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
@@ -172,4 +170,4 @@ def test_an_adapter_that_is_not_merged_is_refused(random_hf_model, noise):
         for name, weight in adapted.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.01)
-    refused(r"q_proj.* carries an adapter, .* merge it first", patch_edges, ac.load(adapted), noise)
+    refused(r"q_proj.* carries an adapter, .* merge it first", ac.patch_edges, ac.load(adapted), noise)

@@ -9,22 +9,20 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.interchange_interventions import interchange_verdicts
-from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.pairs import Pair
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=6)
 
 
 @pytest.fixture(scope="module")
-def planted(char_tokenizer) -> tuple[Any, Prompts, Prompts]:
+def planted(char_tokenizer) -> tuple[Any, ac.Prompts, ac.Prompts]:
     clean = TASK.sample(8, char_tokenizer, seed=1)
     return ac.planted_circuit(TASK, seed=3), clean, TASK.corrupt(clean, "query", seed=2)
 
 
 @pytest.fixture(scope="module")
-def halves(char_tokenizer) -> tuple[Prompts, Prompts]:
+def halves(char_tokenizer) -> tuple[ac.Prompts, ac.Prompts]:
     """Pairs of different lengths; a random half of all tokens answers each prompt, the others its partner."""
-    clean, corrupted = Prompts.from_pairs(
+    clean, corrupted = ac.Prompts.from_pairs(
         ["ab:", "xcd:", "be:", "fad:"], ["ba:", "xdc:", "eb:", "daf:"], char_tokenizer, answer=["ac", "c", "d", "ee"]
     )
     correct = torch.rand(len(clean.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -43,7 +41,7 @@ def values_of(table: ac.Table) -> dict[tuple, float]:
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
 @pytest.mark.parametrize("kind", [None, "first"])
 def test_equals_a_loop_with_hooks(llama, halves, direction, kind):
-    pair = Pair(*halves, kind=kind, direction=direction)
+    pair = ac.Pair(*halves, kind=kind, direction=direction)
     sets = {"two": [(0, 1), (1, 2)]}
     table = ac.interchange_accuracy(llama, pair, sets=sets, edits={"stream": [ac.Patch(site="resid_post", layers=[0])]})
     inputs = {}
@@ -110,7 +108,7 @@ def test_a_planted_circuit_brings_the_answer_along(planted, direction):
     others = [head for head in model.kinds if model.roles.get(head) not in ("align_query", "lookup")]
     sets = {"aligners": by_role["align_query"], "lookup": by_role["lookup"], "random 0": others[:2]}
     sets["named"] = by_role["align_query"]
-    pair = Pair(clean, corrupted, direction=direction)
+    pair = ac.Pair(clean, corrupted, direction=direction)
     table = ac.interchange_accuracy(model, pair, heads=[*by_role["align_query"], *others], sets=sets)
     found = values_of(table)
     for name, expected in {"aligners": 1.0, "lookup": 1.0, "random 0": 0.0, "nothing": 0.0}.items():
@@ -130,7 +128,7 @@ def test_a_planted_circuit_brings_the_answer_along(planted, direction):
 
 
 def test_refusals(llama, halves):
-    pair = Pair(*halves)
+    pair = ac.Pair(*halves)
     patch = [ac.Patch(site="resid_post", layers=[0])]
     for arguments, message in [
         ({"sets": {"none": []}}, r"sets\['none'\] has no heads: name at least one"),
@@ -150,4 +148,4 @@ def test_refusals(llama, halves):
         (clean, replace(corrupted, own_correct=clean.correct), "both give the same answers"),
     ]:
         with pytest.raises(ValueError, match=f"{why}: interchange takes pairs whose answers are known and differ"):
-            ac.interchange_accuracy(llama, Pair(one, other))
+            ac.interchange_accuracy(llama, ac.Pair(one, other))

@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import refused
+from refusals import raised, refused
 from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.permutation_tests import fixed_rank, p_values
-from align_circuits.prompts.prompts import Prompts
-from align_circuits.prompts.relations import Relation
 from align_circuits.report import save_localization
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
@@ -39,23 +37,22 @@ def test_the_heads_of_a_circuit_are_named_from_its_prompts(char_tokenizer, tmp_p
 
 def test_what_cannot_be_localized(random_hf_model, char_tokenizer):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-    prompts = Prompts.from_texts(["abab"] * 12, char_tokenizer)
+    prompts = ac.Prompts.from_texts(["abab"] * 12, char_tokenizer)
     for source in ("text", ["a", "list"], torch.zeros(2, 3)):
-        with pytest.raises(TypeError, match=r"task is .*, not Task or Prompts; give a task such as"):
-            ac.localize(model, source)  # pyright: ignore[reportArgumentType]
+        raised(TypeError, r"task is .*, not Task or Prompts; give a task such as", ac.localize, model, source)  # pyright: ignore[reportArgumentType]
     for arguments, message in [
         ({"n": 0}, "n=0: give at least 8 prompts"),
         ({"n": 13}, "n=13: there are 12 prompts"),
         ({"roles": ["lookup"]}, "no relation 'lookup' in these prompts"),
         ({"corrupted": prompts[:3]}, "3 corrupted prompts for 12"),
-        ({"corrupted": Prompts.from_texts(["abac"] * 12, char_tokenizer)}, "have different targets"),
+        ({"corrupted": ac.Prompts.from_texts(["abac"] * 12, char_tokenizer)}, "have different targets"),
     ]:
         refused(message, ac.localize, model, prompts, **arguments)
     with pytest.raises(ValueError, match="no cut leaves all groups whole"):
         ac.localize(model, replace(prompts, group=torch.zeros(12, dtype=torch.long)))
 
 
-def two_names(seed: int, n: int, tokenizer: Any) -> Prompts:
+def two_names(seed: int, n: int, tokenizer: Any) -> ac.Prompts:
     """Texts with two names in varied order, of which one, at random, is the key; lengths vary too."""
     generator = np.random.default_rng(seed)
     texts, keys, others = [], [], []
@@ -66,8 +63,8 @@ def two_names(seed: int, n: int, tokenizer: Any) -> Prompts:
         key = int(generator.integers(2))
         keys.append(str(names[key]))
         others.append(str(names[1 - key]))
-    prompts = Prompts.from_texts(texts, tokenizer, answer=keys, positions={"IO": [*keys], "S": [*others]})
-    own = Relation.from_positions("END", "IO", prompts=prompts, candidates=["IO", "S"])
+    prompts = ac.Prompts.from_texts(texts, tokenizer, answer=keys, positions={"IO": [*keys], "S": [*others]})
+    own = ac.Relation.from_positions("END", "IO", prompts=prompts, candidates=["IO", "S"])
     return prompts.with_relations(mover=own)
 
 
@@ -111,7 +108,7 @@ def test_ranks_equal_a_loop(random_hf_model, char_tokenizer):
             scores = [seen[np.arange(12), rank.numpy()[order]].mean() for order in orders]
             share = np.mean([score >= scores[0] - 1e-7 for score in scores])
             assert found[layer, head] == pytest.approx(share, abs=0.04)
-    first = Relation.from_pairs(
+    first = ac.Relation.from_pairs(
         [(row, "END", [int(ordered[row, 0])]) for row in range(12)],
         prompts=prompts,
         candidates=[row.tolist() for row in ordered],
@@ -127,7 +124,7 @@ def test_queries_that_are_no_targets_are_read_where_they_are(random_hf_model, ch
     end = prompts.mask.shape[1]
     start = prompts.mask.int().argmax(1)
     pairs = [(row, end - 3, [int(start[row]) + 1 + row % 3]) for row in range(10)]
-    own = Relation.from_pairs(pairs, prompts=prompts)
+    own = ac.Relation.from_pairs(pairs, prompts=prompts)
     prompts = prompts.with_relations(back=own)
     assert set(own.query.tolist()) == {end - 3} != set(prompts.targets["query_pos"])
     inputs = {"attention_mask": prompts.mask.long(), "position_ids": (prompts.mask.cumsum(1) - 1).clamp(min=0)}
@@ -152,7 +149,7 @@ def test_relations_that_cannot_be_compared(random_hf_model, char_tokenizer):
     at, end = prompts.positions, prompts.mask.shape[1] - 2
 
     def incomparable(message: str, pairs: Any, candidates: Any = None) -> None:
-        own = Relation.from_pairs(pairs, prompts=prompts, candidates=candidates)
+        own = ac.Relation.from_pairs(pairs, prompts=prompts, candidates=candidates)
         refused(f"relation 'own': {message}", p_values, model, prompts.with_relations(own=own), ["own"])
 
     names = [[int(at["IO"][row]), int(at["S"][row])] for row in range(8)]

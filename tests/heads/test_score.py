@@ -11,18 +11,13 @@ import pytest
 import torch
 from transformer_lens.head_detector import detect_head
 
+import align_circuits as ac
 from align_circuits.heads import score as scoring
 from align_circuits.heads.metrics import TIE
-from align_circuits.heads.score import score_heads
-from align_circuits.models.loading import load
-from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts import relations as rel
-from align_circuits.prompts.prompts import Prompts, TokenKind
-from align_circuits.run.options import RunOptions
-from align_circuits.tables.tables import Table
-from align_circuits.tasks.seq2seq import Seq2SeqTask
+from align_circuits.prompts.prompts import TokenKind
 
-TASK = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3)
+TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3)
 SHARP = 0.6
 """The spread of random weights; at the usual 0.02 attention is uniform and most mistakes would not show."""
 
@@ -33,21 +28,21 @@ def models(random_hf_model, char_tokenizer):
     gpt2 = random_hf_model("gpt2", initializer_range=SHARP)
     llama = random_hf_model("llama", initializer_range=SHARP, num_hidden_layers=3)
     return {
-        "planted": planted_circuit(TASK, seed=0),
-        "gpt2": load(gpt2, tokenizer=char_tokenizer),
-        "llama": load(llama, tokenizer=char_tokenizer),
+        "planted": ac.planted_circuit(TASK, seed=0),
+        "gpt2": ac.load(gpt2, tokenizer=char_tokenizer),
+        "llama": ac.load(llama, tokenizer=char_tokenizer),
     }
 
 
 @pytest.fixture(scope="module")
-def prompts(char_tokenizer) -> Prompts:
+def prompts(char_tokenizer) -> ac.Prompts:
     return TASK.sample(5, char_tokenizer, seed=0)
 
 
 RUNS = [("planted", "reference"), *((name, engine) for name in ("gpt2", "llama") for engine in ("fast", "reference"))]
 
 
-def patterns(model, prompts: Prompts) -> list[dict[int, torch.Tensor]]:
+def patterns(model, prompts: ac.Prompts) -> list[dict[int, torch.Tensor]]:
     """Each prompt's attention [head query key] by layer, run alone and without padding."""
     found = []
     for tokens, mask in zip(prompts.tokens, prompts.mask, strict=True):
@@ -57,7 +52,7 @@ def patterns(model, prompts: Prompts) -> list[dict[int, torch.Tensor]]:
 
 
 def looped(
-    attention_of: list[dict[int, torch.Tensor]], prompts: Prompts, relation: rel.Relation
+    attention_of: list[dict[int, torch.Tensor]], prompts: ac.Prompts, relation: rel.Relation
 ) -> dict[str, dict[tuple[int, int], float]]:
     """A relation's measures from their definitions, by measure, then by layer and head."""
     rows = defaultdict(list)
@@ -97,11 +92,11 @@ def looped(
     return {"hit": hit, "mass": mass, "attention": attention_on, "mean": mean}
 
 
-def frame_of(table: Table, **keys) -> Any:  # pandas' own annotations take every comparison for a Series
+def frame_of(table: ac.Table, **keys) -> Any:  # pandas' own annotations take every comparison for a Series
     return table.where(**keys).frame
 
 
-def values(table: Table, metric: str) -> dict[Any, float]:
+def values(table: ac.Table, metric: str) -> dict[Any, float]:
     frame = frame_of(table, metric=metric)
     heads = [None if pd.isna(head) else head for head in frame["head"]]
     return dict(zip(zip(frame["layer"], heads, strict=True), frame["value"], strict=True))
@@ -112,7 +107,7 @@ def test_every_relation_equals_loops_over_the_cache(models, prompts, name, engin
     model = models[name]
     suffixes = ("", "_hit", "_mass", "_attention", "_mean")
     metrics = [f"{relation}{suffix}" for relation in prompts.relations for suffix in suffixes]
-    table = score_heads(model, prompts, metrics, options=RunOptions(engine=engine))
+    table = ac.score_heads(model, prompts, metrics, options=ac.RunOptions(engine=engine))
     assert table.provenance.engine == engine
     assert len(table) == len(metrics) * model.cfg.n_layers * (model.cfg.n_heads + 1)
     attention_of = patterns(model, prompts)
@@ -128,8 +123,8 @@ def test_every_relation_equals_loops_over_the_cache(models, prompts, name, engin
 def test_sink_and_entropy_equal_loops_over_the_cache(models, name, engine):
     model = models[name]
     tokens = [[1, 20, 21, 22, 20], [1, 30, 31]]
-    prompts = Prompts.from_tokens(tokens if name != "planted" else tokens[:1])
-    table = score_heads(model, prompts, ["sink", "entropy"], options=RunOptions(engine=engine))
+    prompts = ac.Prompts.from_tokens(tokens if name != "planted" else tokens[:1])
+    table = ac.score_heads(model, prompts, ["sink", "entropy"], options=ac.RunOptions(engine=engine))
     attention_of = patterns(model, prompts)
     for layer in range(model.cfg.n_layers):
         for head in range(model.cfg.n_heads):
@@ -150,7 +145,7 @@ def test_equal_to_the_head_detector_of_transformer_lens(models, char_tokenizer, 
     tokens = model.to_tokens(text)[0].tolist()
     assert tokens == char_tokenizer(text)["input_ids"]
     asking_everywhere = [*tokens, 0]  # the last token asks nothing, so one more is put behind
-    table = score_heads(model, Prompts.from_tokens([asking_everywhere]), options=RunOptions(engine=engine))
+    table = ac.score_heads(model, ac.Prompts.from_tokens([asking_everywhere]), options=ac.RunOptions(engine=engine))
     for metric in ("previous", "duplicate", "induction"):
         detected = detect_head(model, text, f"{metric}_token_head" if metric != "induction" else "induction_head")  # pyright: ignore[reportArgumentType]
         rows = table.where(metric=metric).frame["n"].iloc[0]
@@ -161,7 +156,7 @@ def test_equal_to_the_head_detector_of_transformer_lens(models, char_tokenizer, 
 
 def test_planted_heads_are_found(models, prompts):
     model = models["planted"]
-    table = score_heads(model, prompts)
+    table = ac.score_heads(model, prompts)
     for metric in ("align_query", "align_key", "lookup"):
         frame = frame_of(table.top(metric, 1))
         place = int(frame["layer"][0]), int(frame["head"][0])
@@ -183,9 +178,9 @@ def test_a_layer_without_attention_is_told(prompts):
 
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_batches_and_chunks_of_rows_change_nothing(models, prompts, engine, monkeypatch):
-    whole = score_heads(models["llama"], prompts, options=RunOptions(engine=engine, batch_size=5))
+    whole = ac.score_heads(models["llama"], prompts, options=ac.RunOptions(engine=engine, batch_size=5))
     monkeypatch.setattr(scoring, "_NUMBERS_AT_ONCE", 4000)
-    chunked = score_heads(models["llama"], prompts, options=RunOptions(engine=engine, batch_size=2))
+    chunked = ac.score_heads(models["llama"], prompts, options=ac.RunOptions(engine=engine, batch_size=2))
     columns = ["value", "low", "high", "n"]
     np.testing.assert_allclose(whole.frame[columns], chunked.frame[columns], atol=1e-6)
 
@@ -194,7 +189,7 @@ def test_batches_and_chunks_of_rows_change_nothing(models, prompts, engine, monk
 def test_no_chunk_of_rows_holds_more_attention_than_allowed(at_once, sizes, monkeypatch):
     """Unless a single row does."""
     monkeypatch.setattr(scoring, "_NUMBERS_AT_ONCE", at_once)
-    prompts = Prompts.from_tokens([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
+    prompts = ac.Prompts.from_tokens([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
     metrics = scoring.resolve(prompts, ["sink"])
     accumulator = scoring.ScoreAccumulator(metrics, layers=1, heads=4, prompts=1)
     chunks = list(accumulator._chunks(torch.arange(5), torch.ones(5, 4, 9)))
@@ -202,7 +197,7 @@ def test_no_chunk_of_rows_holds_more_attention_than_allowed(at_once, sizes, monk
 
 
 def test_masks_have_two_columns_for_each_entry_of_a_row():
-    prompts = Prompts.from_tokens([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
+    prompts = ac.Prompts.from_tokens([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
     own = rel.Relation.from_pairs([(0, 4, [key]) for key in range(3)] + [(0, 5, [1])], prompts=prompts)
     metrics = scoring.resolve(prompts.with_relations(own=own), ["own", "sink"])
     accumulator = scoring.ScoreAccumulator(metrics, layers=1, heads=1, prompts=1)
@@ -213,17 +208,17 @@ def test_masks_have_two_columns_for_each_entry_of_a_row():
 
 def test_padding_changes_nothing(models):
     rows = [[1, 20, 21, 20, 21, 22, 20], [1, 30, 30, 31]]
-    together = score_heads(models["llama"], Prompts.from_tokens(rows))
+    together = ac.score_heads(models["llama"], ac.Prompts.from_tokens(rows))
     assert together.values is not None
     for index, row in enumerate(rows):
-        alone = score_heads(models["llama"], Prompts.from_tokens([row]))
+        alone = ac.score_heads(models["llama"], ac.Prompts.from_tokens([row]))
         assert alone.values is not None
         np.testing.assert_allclose(together.values[:, index], alone.values[:, 0], atol=1e-5)
 
 
 def test_a_row_that_comes_twice_counts_once(models, prompts, monkeypatch):
     """As after an out-of-memory, when a batch that was half through comes again in two parts."""
-    once = score_heads(models["llama"], prompts)
+    once = ac.score_heads(models["llama"], prompts)
     real = scoring.forward
 
     def twice(*args, on_pattern, **kwargs):
@@ -235,13 +230,13 @@ def test_a_row_that_comes_twice_counts_once(models, prompts, monkeypatch):
         return real(*args, on_pattern=stutter, **kwargs)
 
     monkeypatch.setattr(scoring, "forward", twice)
-    again = score_heads(models["llama"], prompts)
+    again = ac.score_heads(models["llama"], prompts)
     np.testing.assert_allclose(again.frame["value"], once.frame["value"], atol=1e-12)
     assert again.frame["n"].tolist() == once.frame["n"].tolist()
 
 
 def test_n_counts_targets_and_the_interval_holds_the_value(models, prompts):
-    table = score_heads(models["gpt2"], prompts)
+    table = ac.score_heads(models["gpt2"], prompts)
     frame = frame_of(table)[table.frame["n"] > 0]
     for metric, rows in frame.groupby("metric"):
         if metric in prompts.relations:
@@ -252,7 +247,7 @@ def test_n_counts_targets_and_the_interval_holds_the_value(models, prompts):
 
 def test_lookup_counts_prompts_by_targets_and_not_by_attention(models, prompts):
     """The interval and the value see the same weights."""
-    table = score_heads(models["gpt2"], prompts, ["lookup", "lookup_attention"])
+    table = ac.score_heads(models["gpt2"], prompts, ["lookup", "lookup_attention"])
     assert table.values is not None and table.weights is not None
     lookup = (table.frame["metric"] == "lookup").to_numpy()
     values, targets = table.values[lookup], prompts.relations["lookup"].prompt.bincount().numpy()
@@ -261,7 +256,7 @@ def test_lookup_counts_prompts_by_targets_and_not_by_attention(models, prompts):
 
 
 def test_a_metric_without_any_row_has_no_value(models):
-    table = score_heads(models["llama"], Prompts.from_tokens([[1, 20, 21], [1, 22, 23]]))
+    table = ac.score_heads(models["llama"], ac.Prompts.from_tokens([[1, 20, 21], [1, 22, 23]]))
     nothing = frame_of(table, metric="induction")
     assert (nothing["n"] == 0).all()
     assert nothing[["value", "low", "high"]].isna().all(axis=None)
@@ -270,8 +265,8 @@ def test_a_metric_without_any_row_has_no_value(models):
 
 
 def test_prompts_of_which_only_some_have_a_row(models):
-    both = score_heads(models["llama"], Prompts.from_tokens([[1, 20, 21], [1, 22, 22, 23]]), ["duplicate"])
-    alone = score_heads(models["llama"], Prompts.from_tokens([[1, 22, 22, 23]]), ["duplicate"])
+    both = ac.score_heads(models["llama"], ac.Prompts.from_tokens([[1, 20, 21], [1, 22, 22, 23]]), ["duplicate"])
+    alone = ac.score_heads(models["llama"], ac.Prompts.from_tokens([[1, 22, 22, 23]]), ["duplicate"])
     assert (frame_of(both)["n"] == 1).all()
     np.testing.assert_allclose(both.frame["value"], alone.frame["value"], atol=1e-6)
 
@@ -280,7 +275,7 @@ def test_a_relation_of_ones_own_measures_mass(models, prompts):
     also = (prompts.token_kinds == TokenKind.OUTPUT) & (prompts.example == prompts.example.amax(1, keepdim=True))
     wide = rel.with_candidates(prompts.relations["align_query"], also)
     mine = replace(prompts, relations={"wide": wide, "align_query": prompts.relations["align_query"]})
-    table = score_heads(models["gpt2"], mine, ["wide", "wide_hit", "align_query"])
+    table = ac.score_heads(models["gpt2"], mine, ["wide", "wide_hit", "align_query"])
     expected = looped(patterns(models["gpt2"], mine), mine, wide)
     assert values(table, "wide") == pytest.approx(expected["mass"], abs=1e-5)
     assert values(table, "wide_hit") == pytest.approx(expected["hit"], abs=1e-5)
@@ -288,13 +283,13 @@ def test_a_relation_of_ones_own_measures_mass(models, prompts):
 
 
 def test_bf16_models_are_scored(random_hf_model, prompts):
-    table = score_heads(load(random_hf_model("llama").bfloat16()), prompts)
+    table = ac.score_heads(ac.load(random_hf_model("llama").bfloat16()), prompts)
     assert frame_of(table)["value"].between(0, 10).all()
     assert table.provenance.model["dtype"] == "bfloat16"
 
 
 def test_what_cannot_be_scored_is_refused(models, prompts, byte_bpe_tokenizer):
-    of_others = Prompts.from_tokens([[5, 6, 5]], tokenizer=byte_bpe_tokenizer)
+    of_others = ac.Prompts.from_tokens([[5, 6, 5]], tokenizer=byte_bpe_tokenizer)
     for asked, metrics, message in [
         (prompts[:0], None, "no prompts to score"),
         (replace(prompts, relations={}), None, "hold no relation"),
@@ -302,13 +297,13 @@ def test_what_cannot_be_scored_is_refused(models, prompts, byte_bpe_tokenizer):
         (of_others, None, "another tokenizer"),
     ]:
         with pytest.raises(ValueError, match=message):
-            score_heads(models["llama"], asked, metrics)
+            ac.score_heads(models["llama"], asked, metrics)
     with pytest.raises(KeyError, match=r"no metric 'aligns' for these prompts; they have .*align_query.*entropy"):
-        score_heads(models["llama"], prompts, ["align_query", "aligns", "lookups"])
+        ac.score_heads(models["llama"], prompts, ["align_query", "aligns", "lookups"])
 
 
 def test_a_layers_mean_attention_has_no_head(models, prompts):
-    table = score_heads(models["llama"], prompts, ["previous"])
+    table = ac.score_heads(models["llama"], prompts, ["previous"])
     means = frame_of(table, head=None)
     assert means["level"].tolist() == ["layer"] * 3 and means["layer"].tolist() == [0, 1, 2]
     assert set(frame_of(table.heads())["level"]) == {"head"} and len(table.heads()) == 3 * 4

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from refusals import refused
+from refusals import raised, refused
 
 import align_circuits as ac
 from align_circuits.circuits.edge_patching import patch_edges, patch_paths
@@ -85,10 +85,8 @@ def test_senders_and_receivers_are_told_apart():
         with pytest.raises(KeyError, match=rf"no receiver '{name}' .*; L1H3 reads through L1H3\.q, L1KV1\.k, L1KV1\.v"):
             graph.receiver(name)
     named = "L0H0.q, L0H1.q, L0H2.q, L0H3.q, L0KV0.k, L0KV1.k, ..., logits"
-    with pytest.raises(KeyError, match=f"no receiver 'L9H0' in this model: it has {named}\"$"):
-        graph.receiver("L9H0")
-    with pytest.raises(KeyError, match=r"no sender 'M2' in this model: it has input, L0H0, .*, L0H3, M0, ..., M1"):
-        graph.sender("M2")
+    raised(KeyError, f"no receiver 'L9H0' in this model: it has {named}\"$", graph.receiver, "L9H0")
+    raised(KeyError, r"no sender 'M2' in this model: it has input, L0H0, .*, L0H3, M0, ..., M1", graph.sender, "M2")
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +186,7 @@ def test_what_is_no_edge():
     wrong: list[Any] = ["ab", ("L0H1",), ("L0H1", "L1H0.q", "L1H1.q"), ("L0H1", (1, 0))]
     for edge in wrong:
         refused("is no edge: give a pair of sender and receiver", inspect.unwrap(Graph.select), graph, [edge])
-    with pytest.raises(KeyError, match="; logits reads the residual stream: it is a receiver"):
-        graph.sender("logits")
+    raised(KeyError, "; logits reads the residual stream: it is a receiver", graph.sender, "logits")
     with pytest.raises(KeyError) as unknown:
         graph.sender("L9H0")
     assert "reads" not in str(unknown.value)

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from refusals import refused
 
+import align_circuits as ac
 from align_circuits.hooks.heads import heads_of
 from align_circuits.localizers.comparison import agreement, head_faithfulness, names_agreement
-from align_circuits.models.planted.model import planted_circuit
-from align_circuits.run.pairs import Pair
-from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.tasks.task import exchanged
 
 
@@ -47,13 +45,13 @@ def test_names():
 
 
 def test_circuits_are_faithful_as_far_as_their_heads_matter():
-    task = Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
-    model = planted_circuit(task, seed=0, decoys=())
-    pair = Pair(*exchanged(task.sample(4, model.tokenizer, seed=0)))
+    task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
+    model = ac.planted_circuit(task, seed=0, decoys=())
+    pair = ac.Pair(*exchanged(task.sample(4, model.tokenizer, seed=0)))
     true, false = np.zeros((6, 4)), np.zeros((6, 4))
     for head in heads_of(model.cfg):
         (true if model.roles[head] or model.kinds[head] == "boundary" else false)[head] = 1
     areas = head_faithfulness(model, pair, {"true": true, "false": false}, (0.25, 0.3, 0.5))
     assert areas["true"]["circuit_performance_ratio"] > 0.8 > 0.3 > areas["false"]["circuit_performance_ratio"]
     assert areas["true"]["circuit_model_distance"] < 0.2
-    refused("change no prediction", head_faithfulness, model, Pair(pair.clean, pair.clean), {"true": true}, (0.5,))
+    refused("change no prediction", head_faithfulness, model, ac.Pair(pair.clean, pair.clean), {"true": true}, (0.5,))

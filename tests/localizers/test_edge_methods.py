@@ -7,24 +7,22 @@ import numpy as np
 import pytest
 from legs import slow_but
 
+import align_circuits as ac
 from align_circuits.circuits.pruning import prune_edges
 from align_circuits.localizers import edge_methods, registry
 from align_circuits.localizers.comparison import agreement
 from align_circuits.localizers.edge_methods import EDGE_METHODS, pruning
 from align_circuits.localizers.registry import edge_localizer, edge_method_names
-from align_circuits.models.planted.model import planted_circuit
-from align_circuits.run.pairs import Pair
-from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.tasks.task import exchanged
 from align_circuits.validation.localizer_edges import known_edges
 
-TASK = Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3, alignment="permutation")
+TASK = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3, alignment="permutation")
 
 
 @pytest.fixture(scope="module")
 def circuit():
-    model = planted_circuit(TASK, seed=0, n_layers=4, n_ctx=96, strength=0.7, decoys=("random", "off_by_one"))
-    return model, Pair(*exchanged(TASK.sample(2, model.tokenizer, seed=0)))
+    model = ac.planted_circuit(TASK, seed=0, n_layers=4, n_ctx=96, strength=0.7, decoys=("random", "off_by_one"))
+    return model, ac.Pair(*exchanged(TASK.sample(2, model.tokenizer, seed=0)))
 
 
 SLOW = {"path patching", "ACDC", "edge patching", "EAP-IG, activations"}

@@ -13,12 +13,8 @@ from legs import product
 from refusals import refused
 
 import align_circuits as ac
-from align_circuits.circuits.attribute import attribute_edges, attribute_heads
-from align_circuits.circuits.direct_effects import direct_logit_attribution
-from align_circuits.circuits.edge_patching import patch_edges
 from align_circuits.circuits.faithful import completeness
 from align_circuits.models.protocol import parameters_of
-from align_circuits.training.tuning import tune
 
 TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=2)
 
@@ -56,14 +52,14 @@ VERBS: dict[str, Any] = {
     "evaluate": lambda model: ac.evaluate(model, pair(model).clean, edits=[ac.Clamp([(1, 1)], "lookup")]),
     "patch": lambda model: ac.patch_heads(model, pair(model)),
     "ablate": lambda model: ac.ablate_heads(model, pair(model).clean, "mean"),
-    "attribute heads": lambda model: attribute_heads(model, pair(model, direction="noise")),
-    "attribute edges": lambda model: attribute_edges(model, pair(model, direction="noise"), method="eap"),
-    "patch edges": lambda model: patch_edges(model, pair(model), edges=[("L0H1", "L1H2.q"), ("M0", "logits")]),
-    "direct logits": lambda model: direct_logit_attribution(model, pair(model).clean),
+    "attribute heads": lambda model: ac.attribute_heads(model, pair(model, direction="noise")),
+    "attribute edges": lambda model: ac.attribute_edges(model, pair(model, direction="noise"), method="eap"),
+    "patch edges": lambda model: ac.patch_edges(model, pair(model), edges=[("L0H1", "L1H2.q"), ("M0", "logits")]),
+    "direct logits": lambda model: ac.direct_logit_attribution(model, pair(model).clean),
     "patch sites": lambda model: ac.patch_sites(model, pair(model), ["resid_pre", "mlp_out"], positions=None),
     "patch paths": lambda model: ac.patch_paths(model, pair(model), receivers=["L1H0.q", "logits"]),
     "interchange": lambda model: ac.interchange_accuracy(model, pair(model), sets={"two": [(0, 1), (1, 2)]}),
-    "attribute queries": lambda model: attribute_heads(model, pair(model), method="atp_star", sites=["q"]),
+    "attribute queries": lambda model: ac.attribute_heads(model, pair(model), method="atp_star", sites=["q"]),
     "head profile": lambda model: ac.head_profile(model, pair(model).clean, [pair(model, "labels")]),
     "completeness": lambda model: completeness(model, [(0, 1)], pair(model, direction="noise"), draws=1),
     "localize": lambda model: ac.localize(model, TASK, 8, n_controls=1).table,
@@ -104,4 +100,4 @@ def test_what_cannot_be_spread_is_refused(folder, models, monkeypatch):
         refused(message.replace("[", r"\["), ac.load, folder, device_map=device_map)
     refused("device='cpu' and a device_map: give one of them", ac.load, folder, device="cpu", device_map="auto")
     refused("a model in memory stays as it is", ac.load, models[0], device_map="auto")
-    refused("tune takes a model on one device", tune, models[1], TASK)
+    refused("tune takes a model on one device", ac.tune, models[1], TASK)

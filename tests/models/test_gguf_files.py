@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader, dequantize
-from refusals import refused
+from refusals import raised, refused
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from written_gguf import write_gguf
 
@@ -258,8 +258,7 @@ def test_sizes_that_no_weights_have_are_refused_at_once(key, value, models, byte
 
 def test_without_the_package_gguf(files, monkeypatch):
     monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ImportError, match="needs the package gguf, which is not installed: pip install gguf"):
-        load(files["llama"])
+    raised(ImportError, "needs the package gguf, which is not installed: pip install gguf", load, files["llama"])
 
 
 def test_scores_from_a_gguf_file(files):

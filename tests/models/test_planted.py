@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from legs import slow_but
-from refusals import refused
+from refusals import raised, refused
 from transformer_lens import head_detector, patching
 
 from align_circuits.models.planted.model import DECOYS, ROLE_OF_KIND, planted_circuit
@@ -332,8 +332,7 @@ class TestModel:
         def fail(*_, **__):
             raise RuntimeError("stop")
 
-        with pytest.raises(RuntimeError, match="stop"):
-            model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_z", fail)])
+        raised(RuntimeError, "stop", model.run_with_hooks, tokens, fwd_hooks=[("blocks.0.attn.hook_z", fail)])
         assert torch.equal(model(tokens), before)
 
     def test_shapes_are_transformer_lens_s(self, prompts):

@@ -8,14 +8,12 @@ import pytest
 import torch
 from refusals import refused
 
-from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.hooks.edits import Ablate
-from align_circuits.models.planted.model import CIRCUIT_ROLES, DECOYS, OTHER_DECOYS, ROLE_OF_KIND, planted_circuit
+import align_circuits as ac
+from align_circuits.models.planted.model import CIRCUIT_ROLES, DECOYS, OTHER_DECOYS, ROLE_OF_KIND
 from align_circuits.models.planted.zoo import HELD_OUT, PUBLIC, zoo_circuit
 from align_circuits.run.target_metrics import TargetMetrics
-from align_circuits.tasks.seq2seq import Seq2SeqTask
 
-TASK = Seq2SeqTask(x_len=4, phrase_len=2, n_examples=5, alignment="permutation")
+TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=5, alignment="permutation")
 COPIES = {"previous": 3, "align_query": 4, "align_key": 2, "lookup": 5}
 
 
@@ -30,8 +28,8 @@ def logits(model, prompts):
 
 
 def log_prob(model, prompts, ablated=()):
-    baseline = ablation_baseline(model, prompts, "mean")
-    edits = [Ablate(ablated, how="mean", baseline=baseline)] if ablated else []
+    baseline = ac.ablation_baseline(model, prompts, "mean")
+    edits = [ac.Ablate(ablated, how="mean", baseline=baseline)] if ablated else []
     return float(TargetMetrics.of(prompts, ("log_prob",)).measure_edited(model, [edits])[0].mean())
 
 
@@ -40,41 +38,41 @@ def of_kind(model, kind):
 
 
 def test_grouped_queries_compute_the_same(prompts):
-    whole = planted_circuit(TASK, seed=2, n_heads=8)
-    grouped = planted_circuit(TASK, seed=2, n_heads=8, n_key_value_heads=2)
+    whole = ac.planted_circuit(TASK, seed=2, n_heads=8)
+    grouped = ac.planted_circuit(TASK, seed=2, n_heads=8, n_key_value_heads=2)
     assert grouped.W_K.shape[1] == 2 and grouped.kinds == whole.kinds
     torch.testing.assert_close(logits(grouped, prompts), logits(whole, prompts), atol=1e-4, rtol=1e-4)
 
 
 def test_split_roles_compute_the_same(prompts):
-    one = planted_circuit(TASK, seed=2, n_heads=8, decoys=())
-    split = planted_circuit(TASK, seed=2, n_heads=8, decoys=(), copies=COPIES)
+    one = ac.planted_circuit(TASK, seed=2, n_heads=8, decoys=())
+    split = ac.planted_circuit(TASK, seed=2, n_heads=8, decoys=(), copies=COPIES)
     assert {role: len(of_kind(split, role)) for role in COPIES} == COPIES
     torch.testing.assert_close(logits(split, prompts), logits(one, prompts), atol=1e-3, rtol=1e-4)
 
 
 def test_a_head_that_repairs_is_idle_until_the_others_are_gone(prompts):
-    model = planted_circuit(TASK, seed=1, self_repair=True)
+    model = ac.planted_circuit(TASK, seed=1, self_repair=True)
     (repair,), lookups = of_kind(model, "repair"), of_kind(model, "lookup") + of_kind(model, "backup")
     intact = log_prob(model, prompts)
     alone, without, all_gone = (log_prob(model, prompts, heads) for heads in ([repair], lookups, [*lookups, repair]))
     assert repair[0] > lookups[0][0]
     assert intact - alone < 0.05 < 0.5 < without - all_gone
-    plain = planted_circuit(TASK, seed=1)
+    plain = ac.planted_circuit(TASK, seed=1)
     assert log_prob(plain, prompts, [head for head, role in plain.roles.items() if role == "lookup"]) < without - 0.5
 
 
 def test_bias_and_noise_leave_the_circuit_at_work(prompts):
     variations: list[dict[str, Any]] = [{"positional_bias": 0.05}, {"noise": 0.005, "decoys": ["random", "off_by_one"]}]
     for settings in variations:
-        model = planted_circuit(TASK, seed=3, **settings)
-        assert not torch.equal(logits(model, prompts), logits(planted_circuit(TASK, seed=3), prompts))
+        model = ac.planted_circuit(TASK, seed=3, **settings)
+        assert not torch.equal(logits(model, prompts), logits(ac.planted_circuit(TASK, seed=3), prompts))
         accuracy = TargetMetrics.of(prompts, ("accuracy",)).measure_edited(model, [[]])[0].mean()
         assert accuracy > 0.9
 
 
 def test_decoys_without_output_attend_as_the_circuit_does(prompts):
-    model = planted_circuit(TASK, seed=4, n_heads=8, decoys=[*DECOYS, *OTHER_DECOYS])
+    model = ac.planted_circuit(TASK, seed=4, n_heads=8, decoys=[*DECOYS, *OTHER_DECOYS])
     _, cache = model.run_with_cache(prompts.tokens)
     for decoy, kind in (("previous_without_output", "previous"), ("lookup_without_output", "lookup")):
         patterns = [cache["pattern", layer][:, head] for layer, head in (of_kind(model, k)[0] for k in (decoy, kind))]
@@ -100,7 +98,7 @@ def test_decoys_without_output_attend_as_the_circuit_does(prompts):
     ],
 )
 def test_what_does_not_fit_is_refused(settings, message):
-    refused(message, planted_circuit, TASK, **settings)
+    refused(message, ac.planted_circuit, TASK, **settings)
 
 
 class TestZoo:

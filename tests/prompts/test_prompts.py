@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import raised, refused
 
 import align_circuits as ac
 from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, TokenKind, text_of, vocabulary_hash
@@ -345,8 +345,7 @@ def test_masks_of_named_positions():
     assert torch.equal(named.token_kinds == TokenKind.INPUT, prompts.mask_of("start"))
     assert prompts.mask_of("start").nonzero().tolist() == [[0, 0], [1, 2], [2, 1]], "behind the padding"
     assert torch.equal(prompts[[2, 1]].columns_of("start"), torch.tensor([1, 2]))
-    with pytest.raises(KeyError, match="no position 'S2' in these prompts; they have none"):
-        Prompts.from_tokens(IDS).mask_of("S2")
+    raised(KeyError, "no position 'S2' in these prompts; they have none", Prompts.from_tokens(IDS).mask_of, "S2")
 
 
 def test_relations_are_added_by_name():

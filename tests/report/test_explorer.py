@@ -10,7 +10,7 @@ import browser
 import pytest
 import torch
 from legs import slow_but
-from refusals import refused
+from refusals import raised, refused
 
 import align_circuits as ac
 from align_circuits.heads.attention import attention_from
@@ -159,8 +159,7 @@ def test_prompts_that_have_nothing_to_explore_are_refused(planted):
 
 def test_without_anywidget_it_says_what_to_install(planted, monkeypatch):
     monkeypatch.setitem(sys.modules, "anywidget", None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'align-circuits[notebook]'")):
-        ac.explore(*planted)
+    raised(ImportError, re.escape("pip install 'align-circuits[notebook]'"), ac.explore, *planted)
 
 
 def test_a_page_without_a_kernel_shows_the_first_view(planted, monkeypatch):

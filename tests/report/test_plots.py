@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.io
 import pytest
 import torch
-from refusals import refused
+from refusals import raised, refused
 
 import align_circuits as ac
 from align_circuits.hooks.heads import describe
@@ -317,10 +317,8 @@ def test_a_prompt_is_shaded_by_the_attention_of_one_row_and_maps_circle_the_keys
     heat, ring = plots.attention_maps(shown, "align_query").data
     assert np.isnan(heat.z[0, 1]), "the future is blank"
     assert all(heat.z[query, key] > 0.9 for query, key in zip(ring.y, ring.x, strict=True))
-    with pytest.raises(KeyError, match="no attention of L9H9"):
-        shown.to_html((9, 9), "align_query")
-    with pytest.raises(KeyError, match="no relation 'love' in this prompt; it has"):
-        shown.to_html(aligner, "love")
+    raised(KeyError, "no attention of L9H9", shown.to_html, (9, 9), "align_query")
+    raised(KeyError, "no relation 'love' in this prompt; it has", shown.to_html, aligner, "love")
     refused("row 999 was not measured", shown.to_html, aligner, "align_query", row=999)
 
 

@@ -76,11 +76,6 @@ def test_it_gives_what_a_pass_over_each_gives(
     assert shared == [(5, min(differ, FIRST + 3))], "the beginnings were not run once"
 
 
-def test_a_window_of_attention_is_kept(random_hf_model: Any, sets: Any, char_tokenizer: Any, shared: Any):
-    both_ways(ac.load(random_hf_model("mistral", sliding_window=7), tokenizer=char_tokenizer), sets)
-    assert len(shared) == 1
-
-
 def test_adapters_are_merged_for_the_pass_alone(random_hf_model: Any, sets: Any, char_tokenizer: Any):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
     config = ac.TuneConfig(steps=2, lr=5e-2, batch=2, probe_prompts=1)

@@ -15,14 +15,9 @@ from refusals import refused
 from torch import Tensor
 
 import align_circuits as ac
-from align_circuits.circuits.attribute import attribute_edges, attribute_heads
 from align_circuits.circuits.direct_effects import direct_logit_attribution as dla
-from align_circuits.circuits.direct_effects import function_vectors
-from align_circuits.circuits.edge_patching import patch_edges, patch_paths
-from align_circuits.circuits.faithful import faithfulness
 from align_circuits.hooks.graph import Graph
-from align_circuits.prompts.prompts import WRONG, Prompts
-from align_circuits.run.pairs import Pair
+from align_circuits.prompts.prompts import WRONG
 from align_circuits.run.target_metrics import Metric, TargetMetrics, means_by_prompt, name_of_metric, repeat
 
 LENGTHS = {"even": (6, 6, 6), "padded": (4, 7, 6)}
@@ -55,7 +50,7 @@ def model(random_hf_model):
 
 
 @pytest.fixture(params=LENGTHS)
-def halves(request) -> tuple[Prompts, Prompts]:
+def halves(request) -> tuple[ac.Prompts, ac.Prompts]:
     """Random prompts with a wrong answer, whose half of all tokens is right, so that accuracy changes."""
     correct = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)) < 0.5
     clean, corrupted = (
@@ -72,7 +67,7 @@ def halves(request) -> tuple[Prompts, Prompts]:
     return clean, replace(corrupted, own_correct=~correct)
 
 
-def by_hand(metric: Metric, prompts: Prompts, row: int, logits: Tensor, reference: Tensor) -> Tensor:
+def by_hand(metric: Metric, prompts: ac.Prompts, row: int, logits: Tensor, reference: Tensor) -> Tensor:
     """The metric of one target from its logits [d_vocab] and those of the clean run, from the definition."""
     targets: Any = prompts.targets
     token, wrong = (int(targets[name][row]) for name in ("token", WRONG))
@@ -93,12 +88,12 @@ def by_hand(metric: Metric, prompts: Prompts, row: int, logits: Tensor, referenc
 class Measured(Twin):
     """Runs by hand, of which a metric is taken."""
 
-    def __init__(self, model: Any, pair: Pair):
+    def __init__(self, model: Any, pair: ac.Pair):
         self.metric: Metric = pair.metric or "log_prob"
         self.clean = pair.clean
         super().__init__(model, pair.base, pair.source)
 
-    def at_targets(self, prompts: Prompts, hooks: Any = ()) -> Tensor:
+    def at_targets(self, prompts: ac.Prompts, hooks: Any = ()) -> Tensor:
         logits = self.model.run_with_hooks(prompts.tokens, fwd_hooks=list(hooks), **self.inputs)
         return logits[prompts.column("prompt"), prompts.column("query_pos")]
 
@@ -110,7 +105,7 @@ class Measured(Twin):
         )
 
 
-def check_baselines(table: ac.Table, model: Any, pair: Pair) -> None:
+def check_baselines(table: ac.Table, model: Any, pair: ac.Pair) -> None:
     """Clean, corrupted and normalised numbers by hand, and where there can be none."""
     clean, corrupted = (
         Measured(model, replace(pair, direction=direction)).before.mean() for direction in ("noise", "denoise")
@@ -165,7 +160,7 @@ def values_of(table: ac.Table, *keys: str, **where: Any) -> dict[Any, float]:
 )
 def test_patched_heads(model, halves, metric, how):
     direction, engine = how
-    pair = Pair(*halves, metric=metric, direction=direction)
+    pair = ac.Pair(*halves, metric=metric, direction=direction)
     table = ac.patch_heads(model, pair, options=ac.RunOptions(engine=engine, batch_size=2))
     assert set(table.frame["metric"]) == {name_of_metric(metric)} == set(table.provenance.settings["metric"])
     found, twin = values_of(table, "layer", "head", kind="all"), Measured(model, pair)
@@ -178,7 +173,7 @@ def test_patched_heads(model, halves, metric, how):
 @named
 def test_ablated_heads(model, halves, metric):
     table = ac.ablate_heads(model, halves[0], "zero", metrics=[metric, "logit" if metric != "logit" else "prob"])
-    twin = Measured(model, Pair(halves[0], halves[0], metric=metric, direction="noise"))
+    twin = Measured(model, ac.Pair(halves[0], halves[0], metric=metric, direction="noise"))
     expected = {}
     for layer in range(2):
         for head in range(4):
@@ -200,13 +195,13 @@ def edges_of(model: Any) -> list[tuple[str, str]]:
 
 @few_named
 def test_patched_edges_and_paths(model, halves, metric):
-    pair, some = Pair(*halves, metric=metric, direction="noise"), edges_of(model)[::9]
+    pair, some = ac.Pair(*halves, metric=metric, direction="noise"), edges_of(model)[::9]
     twin = Measured(model, pair)
-    table = patch_edges(model, pair, edges=some)
+    table = ac.patch_edges(model, pair, edges=some)
     check_baselines(table, model, pair)
     found = values_of(table, "sender", "receiver")
     assert found == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in some}, abs=1e-5)
-    table = patch_paths(model, pair, senders=["L0H1", "L1H2"])
+    table = ac.patch_paths(model, pair, senders=["L0H1", "L1H2"])
     check_baselines(table, model, pair)
     paths = values_of(table, "sender", "receiver")
     assert paths == pytest.approx({edge: twin.effect(*edge, freeze_mlps=False) for edge in paths}, abs=1e-5)
@@ -217,10 +212,10 @@ def test_patched_edges_and_paths(model, halves, metric):
 def test_attributed_heads(model, halves, metric):
     """Denoising, since the divergence from the clean run has no gradient there."""
     if metric == "accuracy":
-        refused("metric='accuracy' has no gradient: choose", attribute_heads, model, Pair(*halves, metric=metric))
+        refused("metric='accuracy' has no gradient: choose", ac.attribute_heads, model, ac.Pair(*halves, metric=metric))
         return
-    pair = Pair(*halves, metric=metric)
-    table = attribute_heads(model, pair, options=ac.RunOptions(batch_size=2))
+    pair = ac.Pair(*halves, metric=metric)
+    table = ac.attribute_heads(model, pair, options=ac.RunOptions(batch_size=2))
     check_baselines(table, model, pair)
     found = values_of(table, "layer", "head")
     twin, kept = Measured(model, pair), {}
@@ -246,10 +241,10 @@ def test_attributed_heads(model, halves, metric):
 @few_named
 def test_attributed_edges(model, halves, metric):
     if metric == "accuracy":
-        refused("metric='accuracy' has no gradient: choose", attribute_edges, model, Pair(*halves, metric=metric))
+        refused("metric='accuracy' has no gradient: choose", ac.attribute_edges, model, ac.Pair(*halves, metric=metric))
         return
-    pair, some = Pair(*halves, metric=metric), edges_of(model)[::9]
-    table = attribute_edges(model, pair, method="eap")
+    pair, some = ac.Pair(*halves, metric=metric), edges_of(model)[::9]
+    table = ac.attribute_edges(model, pair, method="eap")
     check_baselines(table, model, pair)
     found, twin = values_of(table, "sender", "receiver"), Measured(model, pair)
     for edge in some:
@@ -264,16 +259,16 @@ def test_attributed_edges(model, halves, metric):
 @few_named
 def test_faithfulness(model, halves, metric):
     """With all edges, with none, and with all but one."""
-    pair, edges = Pair(*halves, metric=metric, direction="noise"), edges_of(model)
+    pair, edges = ac.Pair(*halves, metric=metric, direction="noise"), edges_of(model)
     last = ("input", "L0H0.q")
-    scores = attribute_edges(model, replace(pair, metric="log_prob"), method="eap")
+    scores = ac.attribute_edges(model, replace(pair, metric="log_prob"), method="eap")
     frame: Any = scores.frame
     is_last = (frame["sender"] == last[0]) & (frame["receiver"] == last[1])
     scores = replace(scores, frame=frame.assign(value=np.where(is_last, 1.0, -1.0)))
-    twin, corrupted = Measured(model, pair), Measured(model, Pair(*halves, metric=metric))
+    twin, corrupted = Measured(model, pair), Measured(model, ac.Pair(*halves, metric=metric))
     if metric == "accuracy" and float(twin.before.mean()) == float(corrupted.before.mean()):
         pytest.skip("the corruption does not change the accuracy")
-    curve = faithfulness(model, pair, scores, fractions=[1 - 1 / len(edges)])
+    curve = ac.faithfulness(model, pair, scores, fractions=[1 - 1 / len(edges)])
     found = values_of(curve, "edges", circuit="edges", metric=name_of_metric(metric))
     expected = {
         0: corrupted.before,
@@ -285,8 +280,8 @@ def test_faithfulness(model, halves, metric):
 
 @named
 def test_function_vectors_take_any_metric(model, halves, metric):
-    table = function_vectors(model, [Pair(*halves, metric=metric)], heads=[(1, 2)])
-    pair = Pair(*halves, metric=metric)
+    table = ac.function_vectors(model, [ac.Pair(*halves, metric=metric)], heads=[(1, 2)])
+    pair = ac.Pair(*halves, metric=metric)
     twin, name = Measured(model, pair), "blocks.1.attn.hook_z"
     at = (pair.clean.column("prompt"), pair.clean.column("query_pos"))
     mean = twin.other[name][at].mean(0)[2]
@@ -324,7 +319,7 @@ def test_metrics_follow_a_selection_of_prompts(model, halves):
 
 
 def test_a_selection_holds_the_targets_of_its_prompts_alone():
-    prompts = Prompts.from_tokens([[7, 1, 7, 2], [7, 3, 7], [7, 4, 5, 6, 7], [7, 8, 9]])
+    prompts = ac.Prompts.from_tokens([[7, 1, 7, 2], [7, 3, 7], [7, 4, 5, 6, 7], [7, 8, 9]])
     targets = TargetMetrics.of(prompts)
     assert targets.weights.tolist() == [3, 2, 4, 2]
     for rows, kept in [(slice(0, 2), range(5)), (slice(1, 3), range(3, 9)), (slice(2, 4), range(5, 11))]:
@@ -336,7 +331,7 @@ def test_a_selection_holds_the_targets_of_its_prompts_alone():
 
 
 @pytest.mark.parametrize("kind", ["all", "first", "later"])
-@pytest.mark.parametrize("verb", [ac.patch_heads, attribute_heads])
+@pytest.mark.parametrize("verb", [ac.patch_heads, ac.attribute_heads])
 def test_a_metric_of_ones_own_finds_its_rows_of_the_targets_by_their_index(model, halves, verb, kind):
     kinds = np.array(["later", "first", "later"])
     pair = [replace(half, targets=half.targets.assign(kind=kinds)) for half in halves]
@@ -347,7 +342,7 @@ def test_a_metric_of_ones_own_finds_its_rows_of_the_targets_by_their_index(model
 
     for batch_size in (1, 2):  # an index within the batch or within the kind would be another row's
         options = ac.RunOptions(batch_size=batch_size, progress=False)
-        table = verb(model, Pair(*pair, metric=by_row, kind=kind), options=options)
+        table = verb(model, ac.Pair(*pair, metric=by_row, kind=kind), options=options)
         clean = table.baselines.where(run="clean").frame["value"].iloc[0]
         assert clean == pytest.approx(float(numbers[(kinds == kind) | (kind == "all")].mean()))
 
@@ -372,7 +367,7 @@ def test_a_metric_of_ones_own_may_change_the_logits_that_it_is_given(model, halv
 
 
 def test_means_of_prompts_without_targets_of_a_group_are_missing():
-    prompts = Prompts.from_tokens([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
+    prompts = ac.Prompts.from_tokens([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
     prompt, values = np.array([0, 0, 0, 2]), [np.array([1.0, 2.0, 6.0, 5.0]), np.array([3.0, 5.0, 1.0, 4.0])]
     groups = [np.full(4, True), np.array([False, True, True, False])]
     means, counts = means_by_prompt(prompts, prompt, values, groups)
@@ -382,7 +377,7 @@ def test_means_of_prompts_without_targets_of_a_group_are_missing():
 
 
 def test_prompts_several_times_over():
-    prompts = Prompts.from_tokens([[1, 2, 3], [4, 5]])
+    prompts = ac.Prompts.from_tokens([[1, 2, 3], [4, 5]])
     assert repeat(prompts, 1) is prompts
     again = repeat(prompts, 2)
     assert again.tokens.tolist() == prompts.tokens.tolist() * 2 and again.mask.tolist() == prompts.mask.tolist() * 2
@@ -405,29 +400,29 @@ def without_gradient(logits: Tensor, targets: pd.DataFrame) -> Tensor:  # noqa: 
     return logits.argmax(1).double()
 
 
-def verbs(model: Any, pair: Pair, metric: Any) -> dict[str, Any]:
+def verbs(model: Any, pair: ac.Pair, metric: Any) -> dict[str, Any]:
     pair = replace(pair, metric=metric)
     return {
         "patch_heads": lambda: ac.patch_heads(model, pair),
         "ablate_heads": lambda: ac.ablate_heads(model, pair.clean, "zero", metrics=[metric]),
-        "patch_edges": lambda: patch_edges(model, pair),
-        "patch_paths": lambda: patch_paths(model, pair),
-        "function_vectors": lambda: function_vectors(model, [pair]),
-        "attribute_heads": lambda: attribute_heads(model, pair),
-        "attribute_edges": lambda: attribute_edges(model, pair),
+        "patch_edges": lambda: ac.patch_edges(model, pair),
+        "patch_paths": lambda: ac.patch_paths(model, pair),
+        "function_vectors": lambda: ac.function_vectors(model, [pair]),
+        "attribute_heads": lambda: ac.attribute_heads(model, pair),
+        "attribute_edges": lambda: ac.attribute_edges(model, pair),
     }
 
 
 @pytest.mark.parametrize("metric", [of_wrong_shape, no_tensor, without_gradient])
 def test_a_function_that_is_no_metric_is_refused_by_its_name(model, halves, metric):
-    for name, run in verbs(model, Pair(*halves), metric).items():
+    for name, run in verbs(model, ac.Pair(*halves), metric).items():
         if metric is without_gradient and not name.startswith("attribute"):
             continue
         message = "has no gradient" if metric is without_gradient else "returned .*must return a tensor with a number"
         refused(f"metric '{metric.__name__}' {message}", run)
-    assert len(ac.patch_heads(model, Pair(*halves, metric=without_gradient), heads=[(0, 0)]))
+    assert len(ac.patch_heads(model, ac.Pair(*halves, metric=without_gradient), heads=[(0, 0)]))
     with pytest.raises(ValueError, match=r"metric 'of_one': too many .*; a metric takes \(logits, targets\)"):
-        ac.patch_heads(model, Pair(*halves, metric=cast(Any, of_one)), heads=[(0, 0)])
+        ac.patch_heads(model, ac.Pair(*halves, metric=cast(Any, of_one)), heads=[(0, 0)])
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -448,7 +443,7 @@ def test_metrics_that_are_refused(model, halves, metrics, message):
         ac.ablate_heads(model, halves[0], "zero", metrics=metrics)
     if isinstance(metrics, list) and len(metrics) == 1:
         with pytest.raises((TypeError, ValueError), match=message):
-            Pair(*halves, metric=metrics[0])
+            ac.Pair(*halves, metric=metrics[0])
 
 
 @pytest.mark.parametrize("wrong", [np.nan, None, -1, 64, 11.5, "b"])
@@ -462,4 +457,6 @@ def test_a_logit_difference_needs_a_wrong_token_of_each_target(model, halves, wr
 
 def test_a_logit_difference_needs_a_wrong_answer(halves):
     plain = [replace(prompts, targets=prompts.targets.drop(columns=WRONG)) for prompts in halves]
-    refused(r"metric='logit_diff' compares with a wrong answer, .*answer=, wrong=\)", Pair, *plain, metric="logit_diff")
+    refused(
+        r"metric='logit_diff' compares with a wrong answer, .*answer=, wrong=\)", ac.Pair, *plain, metric="logit_diff"
+    )

@@ -234,11 +234,6 @@ def test_all_right_and_all_wrong_get_the_exact_binomial_bound(prompts, right):
     assert [low[0], high[0]] == pytest.approx([exact.low, exact.high])
 
 
-def test_prompts_without_targets_are_no_trials():
-    values, weights = np.ones((1, 6)), np.array([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
-    assert stats.proportion(values, weights)[0] == pytest.approx(binomtest(2, 2).proportion_ci(0.95, "exact").low)
-
-
 def chance_of(successes: range, trials: int, rate: float) -> float:
     return sum(math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in successes)
 

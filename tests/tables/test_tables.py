@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from refusals import refused
+from refusals import raised, refused
 from scipy import stats
 
 from align_circuits.run.baselines import baseline_table
@@ -71,8 +71,7 @@ def test_where():
     ],
 )
 def test_where_something_is_not(keys, message):
-    with pytest.raises(KeyError, match=message):
-        table().where(**keys)
+    raised(KeyError, message, table().where, **keys)
 
 
 def test_missing_keys_are_selected_by_none():
@@ -82,10 +81,8 @@ def test_missing_keys_are_selected_by_none():
     assert len(made.where(head=[None, 1])) == 8 and len(made.where(head=pd.NA)) == 4
     assert str(made.frame["head"].dtype) == "Int64"
     assert str(made.heads().frame["head"].dtype) == "int64", "nothing is missing there"
-    with pytest.raises(KeyError, match="no layer None in this table; it has 0, 1"):
-        made.where(layer=None)
-    with pytest.raises(KeyError, match="no head 7 in this table; it has 0, 1, None"):
-        made.where(head=7)
+    raised(KeyError, "no layer None in this table; it has 0, 1", made.where, layer=None)
+    raised(KeyError, "no head 7 in this table; it has 0, 1, None", made.where, head=7)
 
 
 @pytest.mark.parametrize(
@@ -571,8 +568,7 @@ def test_to_dataset():
 def test_exports_say_what_to_install(tmp_path, monkeypatch, method, package):
     monkeypatch.setitem(sys.modules, package, None)
     message = rf"{method} needs {package}: pip install 'align-circuits\[tables\]'"
-    with pytest.raises(ImportError, match=message):
-        getattr(table(), method)(*[tmp_path / "a"] * (method == "to_parquet"))
+    raised(ImportError, message, getattr(table(), method), *[tmp_path / "a"] * (method == "to_parquet"))
 
 
 def test_shown_in_consoles_and_notebooks():

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from refusals import refused
+from refusals import raised, refused
 
 import align_circuits as ac
 from align_circuits.tasks.task import Task, exchanged
@@ -116,8 +116,7 @@ def test_pairs_come_from_the_corruption_or_from_other_prompts():
     clean, corrupted = Doubled().pairs(prompts)
     assert torch.equal(corrupted.tokens, clean.tokens[[2, 0, 1]])
     assert corrupted.targets is clean.targets and corrupted.relations is clean.relations
-    with pytest.raises(NotImplementedError, match="Doubled does not define corrupt"):
-        Doubled().corrupt(prompts)
+    raised(NotImplementedError, "Doubled does not define corrupt", Doubled().corrupt, prompts)
 
 
 def test_a_prompt_alone_in_its_length_has_no_partner():
@@ -132,8 +131,7 @@ def test_a_task_of_text_needs_a_tokenizer(task):
 
 
 def test_the_base_class_cannot_be_sampled():
-    with pytest.raises(TypeError, match="abstract"):
-        Task()  # pyright: ignore[reportAbstractUsage]
+    raised(TypeError, "abstract", Task)  # pyright: ignore[reportAbstractUsage]
 
 
 def test_the_control_changes_the_alignment_and_nothing_else():
