@@ -54,7 +54,9 @@ class UnnamedHead:
     def size(self) -> str:
         """The effect in words."""
         estimate = ", estimated" if self.estimated else ""
-        share = "" if np.isnan(self.share) else f", {self.share:.2f} of clean - corrupted"
+        share = (
+            "" if np.isnan(self.share) else f", {self.share:.0%} of the difference between clean and corrupted prompts"
+        )
         return f"{self.effect:+.2f} nats{share}{estimate}"
 
     @property

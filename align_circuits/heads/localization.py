@@ -217,12 +217,12 @@ def unnamed_sentences(unnamed: Sequence[UnnamedHead], named: Collection[Head]) -
     large = [f"{describe([head.head])} ({head.size}; {head.role}: {head.failed[0]})" for head in unnamed if head.large]
     if large:
         more = f", and {len(large) - SHOWN} more" if len(large) > SHOWN else ""
-        yield f"Large effect, no role: {', '.join(large[:SHOWN])}{more}."
+        yield f"Large effect, but not named: {', '.join(large[:SHOWN])}{more}."
     scoring = [head for head in unnamed if head.high and not head.large and head.head not in named]
     high = [f"{describe([head.head])} for {head.role}" for head in scoring]
     if high and named:
         more = f" and {len(high) - SHOWN} more" if len(high) > SHOWN else ""
-        yield f"High score, not named: {', '.join(high[:SHOWN])}{more}."
+        yield f"High score, but not named: {', '.join(high[:SHOWN])}{more}."
 
 
 def redundant_sentences(redundant: Mapping[str, Sequence[RedundantHead]]) -> Iterator[str]:

@@ -119,7 +119,7 @@ def baselines_in_words(localization: Localization) -> dict[str, str]:
 def _sections(localization: Localization) -> Iterator[Section]:
     drawn, attention = figures(localization), attention_of(localization)
     rows, heads = sum(map(len, localization.heads_by_role.values())), len(localization.named_heads)
-    count = f"{heads} heads with {rows} roles" if heads else "No head is named"
+    count = f"{heads} heads{', some of them for several roles' * (rows > heads)}" if heads else "No head is named"
     table = re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
     whole = Markup("<details><summary>The whole result in words</summary><p>{}</p></details>")
     content = f"{table}{whole.format(localization.summary)}"

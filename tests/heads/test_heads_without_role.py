@@ -91,8 +91,13 @@ def test_what_stands_out():
         "no effect on the prompts that choose",
         "no effect of 0.01 nats with an interval above 0",
     )
-    assert str(heads[0]).startswith("L0H0: large effect, +1.00 nats, 0.25 of clean - corrupted; a: ")
-    assert heads[3].why == "b: score 0.40, below 0.50" and heads[0].size == "+1.00 nats, 0.25 of clean - corrupted"
+    assert str(heads[0]).startswith(
+        "L0H0: large effect, +1.00 nats, 25% of the difference between clean and corrupted prompts; a: "
+    )
+    assert (
+        heads[3].why == "b: score 0.40, below 0.50"
+        and heads[0].size == "+1.00 nats, 25% of the difference between clean and corrupted prompts"
+    )
     # A difference that is not well known widens the interval of the share alone: the effect is there all the same.
     unsure = ac.Table.from_prompts(runs, 4 + 100 * noise[None], np.ones((1, 4)), table.provenance, bounded=False)
     spread = ac.Table.from_prompts(keys, values + 19 * noise, np.ones(values.shape), table.provenance, bounded=False)

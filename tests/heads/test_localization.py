@@ -101,8 +101,9 @@ def test_heads_that_stand_out_without_a_role_are_told_with_what_they_failed(smal
     )
     caveats = replace(small, unnamed=found).caveat_sentences
     assert caveats == [
-        "Large effect, no role: L0H1 (+2.00 nats, 0.50 of clean - corrupted; previous: it fell).",
-        "High score, not named: L0H2 for lookup.",
+        "Large effect, but not named: L0H1 (+2.00 nats, 50% of the difference between clean and corrupted prompts; "
+        "previous: it fell).",
+        "High score, but not named: L0H2 for lookup.",
         "A < B.",
     ], "what has a role is not told again"
     none = replace(small, unnamed=found, heads_by_role={"lookup": (), "previous": ()})

@@ -322,7 +322,8 @@ def test_a_report_on_own_prompts_speaks_of_their_relations_alone(tmp_path, char_
     assert found.answer.startswith("No head passes every test. Nearest: L") and "(mover: " in found.answer
     assert "The first token of the answer is correct in" in found.answer
     assert any("no better than a guess" in caveat for caveat in found.caveat_sentences[:2]), "it was never trained"
-    assert all(len(figure.layout.annotations) <= 1 for figure in figures(found).values()), "one panel each"
+    drawn: Any = figures(found)
+    assert all(len(figure.layout.annotations) <= 1 for figure in drawn.values()), "one panel each"
     page = save_localization(found, tmp_path).read_text(encoding="utf-8")
     shown = re.sub(r"<script.*?</script>|<style.*?</style>|<pre.*?</pre>|<!--.*?-->", "", page, flags=re.DOTALL)
     assert re.search(r"<h1>Heads of .* for mover</h1>", shown) and "A head that attends to the name." in shown
