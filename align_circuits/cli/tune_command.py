@@ -58,7 +58,10 @@ class Tune(PromptVerb):
         """Runs the verb."""
         naming = self.heads and self.config.method == "ica"
         if self.prompts is not None:
-            raise ValueError("--prompts: this verb tunes on a task; from Python, tune(model, prompts) takes your own")
+            raise ValueError(
+                "--prompts: this verb tunes on a task; give one of your own by --task, or call tune(model, prompts) in "
+                "Python"
+            )
         if naming and self.count < 8:
             raise ValueError(f"n={self.count}: give at least 8 prompts to choose heads and to test them, or --no-heads")
         model, prompts, _ = self.prepare()

@@ -109,7 +109,9 @@ class PromptVerb(Verb):
     revision: str | None = None
     """The branch, tag or commit on the hub."""
     prompts: Path | None = None
-    """A file with a JSON object a line, such as {"text": ..., "answer": ..., "corrupted": ...}: see "Your own data" in
+    """A file with a JSON object a line, such as {"text": "Ann met Bob; Bob saw", "answer": " Ann", "corrupted": "Ann
+    met Bob; Ann saw", "positions": {"name": "Ann", "other": [" Bob", 0]}, "relations": {"finds the name": {"query":
+    "END", "keys": ["name"], "candidates": ["name", "other"]}}}; all but "text" may be left out. See "Your own data" in
     the documentation. By default prompts of the task are sampled."""
     own_task: Annotated[str | None, tyro.conf.arg(name="task", metavar="MODULE:CLASS")] = None
     """A task of your own, as package.module:Class or path/file.py:Class: see "Write your own task" in the

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,7 @@ from align_circuits.cli import main
 from align_circuits.cli.entry import PROGRESS, VERBS, Output, warnings_as_lines
 from align_circuits.cli.help_texts import parser_help
 from align_circuits.jobs.control_characters import printable
+from align_circuits.prompts.jsonl import read_jsonl
 
 PROGRAM = "import sys; from align_circuits.cli import main; status = main(); "
 
@@ -45,6 +47,16 @@ def test_the_kept_help_is_that_of_the_parser(verb, capsys):
     printed = capsys.readouterr().out
     assert VERBS[verb][:40] in printed
     assert printed == parser_help(verb), "options have changed: python -m align_circuits.cli.help_texts"
+
+
+def test_the_line_of_a_file_of_prompts_in_the_help_can_be_read(tmp_path):
+    example = re.search(r"such as (\{.*\}); all but", re.sub(r"\s+", " ", parser_help("localize")))
+    assert example is not None
+    (tmp_path / "prompts.jsonl").write_text(example[1])
+    (line,) = (json.loads(text) for text in example[1].splitlines())
+    columns = read_jsonl(tmp_path / "prompts.jsonl")
+    assert columns == {key: [value] for key, value in line.items()}
+    assert {*line["relations"]["finds the name"]["candidates"]} == {*line["positions"]}
 
 
 def test_help_of_the_command_of_each_is_that_of_its_verb(capsys):
