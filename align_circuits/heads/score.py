@@ -21,6 +21,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation, first_token
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
+from align_circuits.run.target_metrics import check_returned, checked_names
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table, with_level
 
@@ -34,6 +35,12 @@ STANDARD = {
 }
 """What a relation's plain name measures; relations of one's own measure `"mass"`."""
 
+OwnScore = Callable[[Float[Tensor, "target head pos"], pd.DataFrame], Float[Tensor, "target head"]]
+"""A metric of attention of your own. It takes the attention of some targets, each from the position that predicts it,
+and their rows of `Prompts.targets`, with their index; and returns a number for each target and head, NaN where there is
+nothing to measure. Attention sums to 1 over the columns of `Prompts.tokens`, and is 0 at padding. Each head is to be
+measured by itself: the attention averaged over a layer's heads comes as a single head."""
+
 _NUMBERS_AT_ONCE = 2**22
 """Attention probabilities in a chunk of a batch: so many are copied and masked at a time."""
 
@@ -43,7 +50,7 @@ _NUMBERS_AT_ONCE = 2**22
 def score_heads(
     model: HookedModel,
     prompts: Prompts,
-    metrics: Sequence[str] | None = None,
+    metrics: Sequence[str | OwnScore] | None = None,
     *,
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
@@ -69,12 +76,13 @@ def score_heads(
     head.
 
     Beside the relations there are `sink`, the attention to a prompt's first token, and `entropy` of the attention in
-    nats; both at the positions that predict a target, the first token of a prompt left out.
+    nats; both at the positions that predict a target, the first token of a prompt left out. A function of your own
+    (`OwnScore`) is measured at the same positions, needs no relation, and stands in the table under its name.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
-        prompts: Prompts with at least one relation.
-        metrics: Names; by default each relation's standard measure, `lookup_mean`, `sink` and `entropy`.
+        prompts: Prompts with at least one relation, or with targets for a function.
+        metrics: Names or functions; by default each relation's standard measure, `lookup_mean`, `sink` and `entropy`.
         edits: What is changed while the model runs.
         options: Engine and batch size.
 
@@ -86,7 +94,8 @@ def score_heads(
 
     Raises:
         KeyError: A metric that is not known.
-        ValueError: No prompts, no relations, or prompts that do not fit the model.
+        ValueError: No prompts, no relations, prompts that do not fit the model, two metrics of one name, or a function
+            that takes or returns something else.
     """
     if not len(prompts):
         raise ValueError("no prompts to score: give at least one")
@@ -107,6 +116,8 @@ class _Entries:
     """The row of the chunk at which each is."""
     prompt: Int[Tensor, " entry"]
     """The prompt of each, on the CPU."""
+    target: Int[Tensor, " entry"]
+    """Its row of the targets, on the CPU."""
     window: slice
     """The positions from the first to the last candidate of any entry: others need no look."""
     keys: Bool[Tensor, "entry window"]
@@ -173,6 +184,26 @@ def _where_attended(values: Tensor, attention: _Attention) -> tuple[Tensor, Tens
     return values.where(attended, 0), attended.to(values.dtype)
 
 
+def _own(score: OwnScore, targets: pd.DataFrame) -> "Measure":
+    """The measure of a function of the user's own."""
+
+    def measure(attention: _Attention) -> tuple[Tensor, Tensor]:
+        pattern, rows = attention.pattern[attention.entries.row], targets.iloc[attention.entries.target.numpy()]
+        if not len(rows):
+            return (torch.zeros_like(attention.on_keys),) * 2
+        measured = []
+        for heads in (pattern, pattern.mean(1, keepdim=True)):
+            values = score(heads.clone(), rows)  # it may change them, as others must not see
+            shape = (len(rows), heads.shape[1])
+            check_returned(score, values, shape, f"{shape[0]} targets and {shape[1]} heads")
+            measured.append(values.to(attention.on_keys))
+        values = torch.cat(measured, 1)
+        known = ~values.isnan()
+        return values.where(known, 0), known.to(values.dtype)
+
+    return measure
+
+
 Measure = Callable[[_Attention], tuple[Float[Tensor, "entry head"], Float[Tensor, "entry head"]]]
 """Attention -> (part, whole): the metric of a prompt is Σ part / Σ whole over its entries."""
 
@@ -180,9 +211,9 @@ MEASURES: Mapping[str, Measure] = {"hit": _hit, "mass": _mass, "attention": _att
 """How a relation can be measured, by suffix."""
 
 
-def resolve(prompts: Prompts, names: Sequence[str] | None) -> dict[str, tuple[Relation, Measure]]:
+def resolve(prompts: Prompts, metrics: Sequence[str | OwnScore] | None) -> dict[str, tuple[Relation, Measure]]:
     """The metrics by name, or all that are on by default."""
-    if not prompts.relations:
+    if not prompts.relations and metrics is None:
         raise ValueError("these prompts hold no relation, so there is nothing to score: give them one in `relations`")
     predicting = {"prompt": prompts.column("prompt"), "query": prompts.column("query_pos")}
     sink = first_token(prompts.inputs, prompts.mask, target=torch.arange(len(prompts.targets)), **predicting)
@@ -193,13 +224,19 @@ def resolve(prompts: Prompts, names: Sequence[str] | None) -> dict[str, tuple[Re
         for suffix, measure in MEASURES.items()
     }
     known = suffixed | {"sink": (sink, _attention), "entropy": (sink, _entropy)} | plain
-    if names is None:
-        names = [name for name in (*plain, "lookup_mean", "sink", "entropy") if name in known]
-    if unknown := [name for name in names if name not in known]:
-        raise KeyError(f"no metric {unknown[0]!r} for these prompts; they have {', '.join(known)}")
-    if not names:
+    if metrics is None:
+        metrics = [name for name in (*plain, "lookup_mean", "sink", "entropy") if name in known]
+    if unknown := [metric for metric in metrics if not callable(metric) and metric not in known]:
+        raise KeyError(
+            f"no metric {unknown[0]!r} for these prompts; they have {', '.join(known)}; or give a function of "
+            "attention and targets"
+        )
+    if not metrics:
         raise ValueError("no metrics to score: name some, or leave `metrics` out for the standard ones")
-    return {name: known[name] for name in names}
+    return {
+        name: (sink, _own(metric, prompts.targets)) if callable(metric) else known[metric]
+        for name, metric in zip(checked_names(metrics, "(attention, targets)"), metrics, strict=True)
+    }
 
 
 class ScoreAccumulator:
@@ -266,7 +303,15 @@ class ScoreAccumulator:
             columns = torch.stack([n_columns + rank, n_columns + most + rank], 1).to(device)
             in_window = keys[:, window], candidates[:, window]
             chunk_entries.append(
-                _Entries(relation, row.to(device), relation.prompt[entry], window, *in_window, columns)
+                _Entries(
+                    relation,
+                    row.to(device),
+                    relation.prompt[entry],
+                    relation.target[entry],
+                    window,
+                    *in_window,
+                    columns,
+                )
             )
             n_columns += 2 * most
         masks = pattern.new_zeros(len(rows), n_columns, pattern.shape[2])
@@ -307,5 +352,6 @@ class ScoreAccumulator:
     def table(self, provenance: Provenance, group: Int[Tensor, " prompt"] | None) -> Table:
         """The ratios, with intervals over prompts or groups of them."""
         keys, values, count = self.measured()
-        bounded = (keys["metric"] != "entropy").to_numpy()
+        unbounded = [name for name, (_, measure) in self.metrics.items() if measure not in MEASURES.values()]
+        bounded = ~keys["metric"].isin(unbounded).to_numpy()
         return Table.from_prompts(keys, values, count, provenance, bounded=bounded, group=group)

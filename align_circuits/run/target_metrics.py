@@ -48,21 +48,38 @@ PROMPTS_A_PART = 32
 _LOGITS_AT_ONCE = 2**24
 
 
-def _check_takes_two(metric: Any) -> None:
-    """Raises unless a function of the user's own takes logits and targets.
+def checked_names(metrics: Sequence[Any], takes: str = "(logits, targets)") -> list[str]:
+    """Returns the metrics by name, as a table has them.
+
+    Args:
+        metrics: Names, and functions of the user's own.
+        takes: The two arguments of such a function.
 
     Raises:
-        ValueError: It does not.
+        ValueError: A function that does not take two arguments, or two metrics of one name.
     """
-    try:
-        if callable(metric):
-            signature(metric).bind(None, None)
-    except TypeError as error:
+    for metric in metrics:
+        try:
+            if callable(metric):
+                signature(metric).bind(None, None)
+        except TypeError as error:
+            raise ValueError(f"metric {name_of_metric(metric)!r}: {error}; a metric takes {takes}") from None
+        except ValueError:
+            pass  # a builtin, which tells nothing of its arguments
+    names = [name_of_metric(metric) for metric in metrics]
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ValueError(f"two metrics are called {twice[0]!r}, which a table cannot tell apart: rename a function")
+    return names
+
+
+def check_returned(metric: Any, number: Any, shape: tuple[int, ...], what: str) -> None:
+    """Raises a ValueError unless a function of the user's own returned a tensor of this shape."""
+    if not isinstance(number, Tensor) or number.shape != shape:
+        given = tuple(number.shape) if isinstance(number, Tensor) else type(number).__name__
         raise ValueError(
-            f"metric {getattr(metric, '__name__', metric)!r}: {error}; a metric takes (logits, targets)"
-        ) from None
-    except ValueError:
-        pass  # a builtin, which tells nothing of its arguments
+            f"metric {name_of_metric(metric)!r} returned {given}: it must return a tensor with a number for each of "
+            f"the {what}"
+        )
 
 
 def log_prob(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
@@ -94,7 +111,7 @@ def kl(logits: Float[Tensor, "row d_vocab"], reference: Float[Tensor, "row d_voc
     return (reference.exp() * (reference - logits.log_softmax(1))).sum(1)
 
 
-def name_of_metric(metric: Metric) -> str:
+def name_of_metric(metric: Any) -> str:
     """Returns the name under which a metric stands in a table: a function's own name."""
     return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
 
@@ -143,10 +160,7 @@ class TargetMetrics:
             if not callable(metric) and metric not in _METRICS:
                 known = ", ".join(map(repr, _METRICS))
                 raise ValueError(f"metric={metric!r}: choose one of {known}, or a function of logits and targets")
-            _check_takes_two(metric)
-        names = [name_of_metric(metric) for metric in metrics]  # pyright: ignore[reportArgumentType]
-        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-            raise ValueError(f"two metrics are called {twice[0]!r}, which a table cannot tell apart: rename a function")
+        checked_names(metrics)
         if "logit_diff" in metrics and WRONG not in prompts.targets:
             raise ValueError(
                 "metric='logit_diff' compares with a wrong answer, and these prompts have none: make them with "
@@ -230,12 +244,7 @@ class TargetMetrics:
     def _own_number(self, metric: OwnMetric, logits: Tensor, rows: Tensor) -> Tensor:
         """A metric of the user's own, checked."""
         number = metric(logits.clone(), self.targets.iloc[rows.numpy()])  # it may change them, as others must not see
-        if not isinstance(number, Tensor) or number.shape != (len(rows),):
-            given = tuple(number.shape) if isinstance(number, Tensor) else type(number).__name__
-            raise ValueError(
-                f"metric {name_of_metric(metric)!r} returned {given}: it must return a tensor with a number for each "
-                f"of the {len(rows)} targets"
-            )
+        check_returned(metric, number, (len(rows),), f"{len(rows)} targets")
         if logits.requires_grad and not number.requires_grad:
             raise ValueError(
                 f"metric {name_of_metric(metric)!r} has no gradient: make it of differentiable operations of torch, or "
@@ -391,7 +400,8 @@ def wrong_tokens(targets: pd.DataFrame, d_vocab: int) -> Int[Tensor, " target"]:
     if not (known := (wrong >= 0) & (wrong < d_vocab) & (wrong % 1 == 0)).all():
         raise ValueError(
             f"the column {WRONG!r} of the targets holds {column.to_numpy()[~known][0]}: give a token id from 0 "
-            f"to {d_vocab - 1} for each target, or leave those without a wrong answer out with select_targets"
+            f"to {d_vocab - 1} for each target, or leave those without a wrong answer out, such as later tokens of "
+            "answers: prompts.select_targets('first')"
         )
     return torch.from_numpy(wrong.astype(np.int64))
 

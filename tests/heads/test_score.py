@@ -282,6 +282,69 @@ def test_a_relation_of_ones_own_measures_mass(models, prompts):
     assert values(table, "wide_hit") != values(table, "align_query"), "more candidates, fewer hits"
 
 
+def distance(attention, targets):
+    """How far back a head attends on average; only from the first letters of phrases."""
+    query, pos = torch.tensor(targets["query_pos"].to_numpy()), torch.arange(attention.shape[-1])
+    back = (query[:, None] - pos).to(attention)
+    asked = torch.tensor((targets["kind"] == "first").to_numpy())
+    return (attention.mul_(back[:, None])).sum(-1).where(asked[:, None], torch.nan)
+
+
+@pytest.mark.parametrize(("name", "engine"), RUNS)
+def test_a_score_of_ones_own_equals_loops_over_the_cache(models, prompts, name, engine):
+    model, padded = models[name], ac.Prompts.from_tokens([[1, 20, 21, 22], [1, 23, 23, 24, 25, 26]])
+    for asked in (prompts, replace(padded, relations={}, targets=padded.targets.assign(kind=["first", "later"] * 4))):
+        table = ac.score_heads(model, asked, [distance, "sink"], options=ac.RunOptions(engine=engine, batch_size=2))
+        found, expected = values(table, "distance"), defaultdict(list)
+        firsts = asked.targets[asked.targets["kind"] == "first"]
+        for prompt, query in zip(firsts["prompt"], firsts["query_pos"], strict=True):
+            left = int((~asked.mask[prompt]).sum())
+            if query == left:  # the first token attends to itself alone
+                continue
+            for layer, pattern in patterns(model, asked[[prompt]])[0].items():
+                for head in [*range(len(pattern)), None]:
+                    attention = pattern.mean(0) if head is None else pattern[head]
+                    far = sum(
+                        (query - left - pos) * float(attention[query - left, pos]) for pos in range(query + 1 - left)
+                    )
+                    expected[layer, head].append(far)
+        assert found.keys() == expected.keys()
+        np.testing.assert_allclose([*found.values()], [np.mean(expected[place]) for place in found], rtol=1e-4)
+        rows = frame_of(table, metric="distance")
+        assert set(rows["n"]) == {len(expected[0, 0])} and (rows["high"] > 1).any()  # no share: 1 bounds no interval
+        assert table.provenance.settings["metrics"] == ["distance", "sink"]
+        alone = values(ac.score_heads(model, asked, ["sink"]), "sink")
+        assert values(table, "sink") == pytest.approx(alone, rel=1e-5)  # the function changed what it was given
+    best = table.top("distance", 1).frame
+    assert best["value"].item() == max(value for (_, head), value in found.items() if head is not None)
+    assert ac.plots.head_map(table, "distance").data and ac.plots.top_heads(table, ["distance"]).data
+
+
+def test_a_function_that_is_no_score_is_refused(models, prompts):
+    def one(attention):
+        return attention.sum(-1)
+
+    def whole(attention, _):
+        return attention
+
+    def number(_attention, _targets):
+        return 1.0
+
+    for metrics, message in [
+        ([one], r"metric 'one': .*; a metric takes \(attention, targets\)"),
+        ([whole], r"metric 'whole' returned \(\d+, 4, \d+\): .* number for each of the \d+ targets and 4 heads"),
+        ([number], "metric 'number' returned float: it must return a tensor"),
+        ([distance, distance], "two metrics are called 'distance'"),
+        (["sink", "sink"], "two metrics are called 'sink'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ac.score_heads(models["llama"], prompts, metrics)
+    with pytest.raises(TypeError, match=r"metrics\[0\] is 3, not"):
+        ac.score_heads(models["llama"], prompts, [3])
+    with pytest.raises(KeyError, match="or give a function of attention and targets"):
+        ac.score_heads(models["llama"], prompts, ["distance"])
+
+
 def test_bf16_models_are_scored(random_hf_model, prompts):
     table = ac.score_heads(ac.load(random_hf_model("llama").bfloat16()), prompts)
     assert frame_of(table)["value"].between(0, 10).all()
