@@ -1,6 +1,5 @@
 """What `localize` returns."""
 
-import html
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +13,13 @@ from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.heads.evidence import Evidence
 from align_circuits.heads.heads_without_role import UnnamedHead
 from align_circuits.heads.interchange_interventions import interchange_verdicts
+from align_circuits.heads.localization_rows import named_head_rows, verdict_rows
 from align_circuits.heads.redundant_heads import RedundantHead
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.prompts.token_html import rendered
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import Task
 
@@ -87,7 +88,8 @@ class Localization:
     """If asked for, all heads of each role, also redundant ones, which single ablations miss (`redundant_heads`)."""
     unnamed: tuple[UnnamedHead, ...] = ()
     """The heads that stand out by their effect or their score and were not named, with the tests that they failed,
-    those of large effect first. For a role without named heads, also the head of highest score.
+    those of large effect first. For a role without named heads, also the head of highest score. Scores count in the
+    roles alone that these prompts allow a head to be named for.
     `pd.DataFrame(found.unnamed)` is a table of them."""
 
     def __repr__(self) -> str:
@@ -95,16 +97,13 @@ class Localization:
         return f"Localization({self._named or 'no head named'}; tested on {len(self.prompts)} x {name})"
 
     def _repr_html_(self) -> str:
-        shown = ("score", "attention", "q", "ablation", "denoising", "control")
-        keyed = self.table.frame.set_index(["layer", "head", "role", "metric"])["value"]
-        measured = dict(zip(keyed.index, keyed, strict=True))
-        rows = [
-            {"role": role, "head": describe([head])} | {name: measured.get((*head, role, name)) for name in shown}
-            for role, heads in self.heads_by_role.items()
-            for head in heads
-        ]
-        table = pd.DataFrame(rows).to_html(index=False, float_format="{:.2g}".format, na_rep="") if rows else ""
-        return f"<p>{html.escape(self.summary)}</p>{table}"
+        shown = ("set", "verdict", "ablated", "accuracy", "intact", "heads")
+        verdicts = [{column: row[column] for column in shown} for row in verdict_rows(self.verdicts)]
+        heads = named_head_rows(self.table, self.heads_by_role, self.thresholds)
+        answer = self.accuracy if heads else self.answer
+        return rendered(
+            "heads/localization.html", answer=answer, tables=[heads, verdicts], caveats=self.caveat_sentences
+        )
 
     def heads(self, role: str) -> list[Head]:
         """Returns the heads named for a role, best first.
@@ -143,17 +142,22 @@ class Localization:
     @property
     def answer(self) -> str:
         """The named heads, or why there are none, and how often the model is right."""
-        ablations = self.evidence.set_ablations
-        kind = "first" if "first" in set(ablations.frame["kind"]) else "all"
-        intact = ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
-        accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
         nearest = []
         for role in self.heads_by_role:
             of_role = [unnamed for unnamed in self.unnamed if unnamed.role == role]
             best = sorted(of_role, key=lambda unnamed: (-unnamed.high, len(unnamed.failed), -unnamed.score))[:1]
             nearest += [f"{describe([unnamed.head])} ({unnamed.why})" for unnamed in best]
         no_head = "No head passes every test" + (f". Nearest: {', '.join(nearest)}" if nearest else "")
-        return f"{self._named or no_head}. {self.task.target_name} is correct in {accuracy} of cases."
+        return f"{self._named or no_head}. {self.accuracy}"
+
+    @property
+    def accuracy(self) -> str:
+        """How often the intact model is right, in a sentence."""
+        ablations = self.evidence.set_ablations
+        kind = "first" if "first" in set(ablations.frame["kind"]) else "all"
+        intact = ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
+        accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
+        return f"{self.task.target_name} is correct in {accuracy} of cases."
 
     @property
     def warnings(self) -> list[str]:

@@ -17,7 +17,7 @@ from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.heads.heads_without_role import LARGE_EFFECT
 from align_circuits.heads.interchange_interventions import HEAD
 from align_circuits.heads.localization import Localization
-from align_circuits.heads.verdicts import Verdict
+from align_circuits.heads.localization_rows import formatted, named_head_rows, verdict_rows, with_values
 from align_circuits.hooks.heads import describe
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.prompts.token_html import Html, rendered
@@ -36,19 +36,6 @@ MAX_SINGLE = 5
 
 MAX_UNNAMED = 15
 """Heads without a role that are in sight, those of largest effect first; the others are folded."""
-
-MISSING = "–"
-"""What stands in a cell without a value."""
-
-EVIDENCE = {
-    "score": "score",
-    "attention": "attention to keys",
-    "q": "corrected p",
-    "ablation": "loss by ablation (nats)",
-    "denoising": "gain by patching (nats)",
-    "control": "score on control",
-}
-"""The columns of the table of named heads, by metric."""
 
 _TEXTS = tomllib.loads(
     files("align_circuits.report").joinpath("templates/localization.toml").read_text(encoding="utf-8")
@@ -111,7 +98,7 @@ def baselines_in_words(localization: Localization) -> dict[str, str]:
     for metric, name in names.items():
         rows = baselines.where(kind="all", metric=metric).frame.set_index("run")
         runs = [run for run in (CLEAN, CORRUPTED) if run in rows.index]
-        numbers = [f"{run} {_formatted(rows.loc[run, ['value', 'low', 'high']].tolist(), metric)}" for run in runs]
+        numbers = [f"{run} {formatted(rows.loc[run, ['value', 'low', 'high']].tolist(), metric)}" for run in runs]
         lines[name] = ", ".join([*numbers, f"a guess {rows.loc[CHANCE, 'value']:.2f}"])
     return lines
 
@@ -133,7 +120,7 @@ def _sections(localization: Localization) -> Iterator[Section]:
     if heads:  # else all is said by the accuracy at the top
         yield _section("Accuracy without them", drawn["ablation"])
     if localization.verdicts:
-        verdicts = verdicts_table(localization.verdicts)
+        verdicts = _table(verdict_rows(localization.verdicts), "wrapped")
         asked = any(verdict.smallest for verdict in localization.verdicts)
         smallest = _TEXTS["parts"]["smallest"] if asked else ""
         yield _section(
@@ -248,9 +235,9 @@ def unnamed_table(localization: Localization) -> Html:
             or "best of its role",
             "not named": unnamed.why,
             "score": f"{unnamed.score:.2f}",
-            "gain by patching (nats)": _formatted((unnamed.effect, *unnamed.interval), "denoising")
+            "gain by patching (nats)": formatted((unnamed.effect, *unnamed.interval), "denoising")
             + (" (estimated)" if unnamed.estimated else ""),
-            "share of clean - corrupted": _formatted((unnamed.share, np.nan, np.nan), "share"),
+            "share of clean - corrupted": formatted((unnamed.share, np.nan, np.nan), "share"),
         }
         for unnamed in localization.unnamed
     ]
@@ -272,7 +259,7 @@ def interchange_table(localization: Localization) -> Html:
             {
                 "patched": describe([(int(row["layer"]), int(row["head"]))]) if name == HEAD else name,
                 "carries the answer": "yes" if row["carries"] else "not shown",
-                "clean answer given": _formatted((row["value"], row["low"], row["high"]), "interchange"),
+                "clean answer given": formatted((row["value"], row["low"], row["high"]), "interchange"),
                 "beside": controls if row["n_controls"] else f"unpatched {row['unpatched']:.2f}",
                 "corrupted answer kept": f"{row['kept']:.2f}",
             }
@@ -313,18 +300,7 @@ def attention_of(localization: Localization) -> AttentionView | None:
 
 def named_heads(localization: Localization) -> Html:
     """Returns the named heads with their evidence as an HTML table."""
-    measured = localization.table.frame.set_index(["layer", "head", "role", "metric"])[["value", "low", "high"]]
-    numbers = {key: tuple(row) for key, row in zip(measured.index, measured.to_numpy(dtype=float), strict=True)}
-    rows = [
-        {"head": describe([head]), "role": role}
-        | {
-            column: _formatted(numbers.get((*head, role, metric), (np.nan,) * 3), metric)
-            for metric, column in EVIDENCE.items()
-        }
-        | {"named by": " and ".join(_named_by(localization, (*head, role), numbers))}
-        for role, heads in localization.heads_by_role.items()
-        for head in heads
-    ]
+    rows = named_head_rows(localization.table, localization.heads_by_role, localization.thresholds)
     if not rows:
         return Html("")
     meaning = "; ".join(
@@ -335,47 +311,10 @@ def named_heads(localization: Localization) -> Html:
     return Html(f"{_table(rows)}<p>{meaning}.</p>")
 
 
-def _named_by(
-    localization: Localization, key: tuple[int, int, str], numbers: Mapping[tuple, tuple[float, ...]]
-) -> Iterator[str]:
-    """Which causal tests a head passed: one is enough."""
-    for metric, name in (("ablation", "ablation"), ("denoising", "patching")):
-        value, low, _ = numbers.get((*key, metric), (np.nan,) * 3)
-        if value >= localization.thresholds.effect and low > 0:
-            yield name
-
-
-def verdicts_table(verdicts: Sequence[Verdict]) -> Html:
-    """Returns the verdicts as an HTML table, those that do not hold as well."""
-    rows = [
-        {
-            "set": "smallest found" if verdict.smallest else verdict.role or "all named",
-            "verdict": verdict.claim if verdict.holds else f"not shown to be {verdict.claim}",
-            "accuracy": f"{verdict.value:.2f} [{verdict.low:.2f}, {verdict.high:.2f}]",
-            "intact": f"{verdict.intact:.2f}",
-            "controls": "; ".join(verdict.beside) or verdict.why_no_controls,
-            "heads": f"{len(verdict.heads)} of {verdict.total}: {describe(verdict.heads)}",
-        }
-        for verdict in verdicts
-    ]
-    return _table(rows, "wrapped")
-
-
 def _table(rows: Sequence[Mapping[str, str]], kind: str = "") -> Html:
     """Rows as an HTML table, without the columns that have no value in any."""
-    frame = pd.DataFrame(rows)
-    frame = frame.loc[:, ~frame.isin([MISSING, ""]).all()]
-    return Html(f'<div class="{f"wide {kind}".strip()}">{frame.to_html(index=False, border=0)}</div>')
-
-
-def _formatted(numbers: Sequence[float], metric: str) -> str:
-    """A number with its interval, if it has one."""
-    value, low, high = numbers
-    if np.isnan(value):
-        return MISSING
-    if metric == "q":
-        return f"{value:.1g}"
-    return f"{value:.2f}" + ("" if np.isnan([low, high]).any() else f" [{low:.2f}, {high:.2f}]")
+    table = pd.DataFrame(with_values(rows)).to_html(index=False, border=0)
+    return Html(f'<div class="{f"wide {kind}".strip()}">{table}</div>')
 
 
 def _drawings(localization: Localization, attention: AttentionView) -> Iterator[Html]:

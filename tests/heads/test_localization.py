@@ -1,5 +1,6 @@
 """What a result says of itself: its sentences, from a result by hand."""
 
+import re
 from dataclasses import replace
 from io import StringIO
 from typing import Any
@@ -38,10 +39,21 @@ def test_a_result_shows_itself(small):
     assert small.summary == "lookup: L1H2. A token is correct in 0.75 [0.50, 0.88] of cases. A < B."
     intact = "A token is correct in 0.75 [0.50, 0.88] of cases."
     assert none.summary == f"No head passes every test. {intact} A < B."
-    (shown,) = pd.read_html(StringIO(small._repr_html_()))
-    assert shown.iloc[0].dropna().to_dict() == {"role": "lookup", "head": "L1H2", "score": 0.62, "q": 0.03}
-    assert "A &lt; B." in small._repr_html_()
-    assert none._repr_html_() == f"<p>No head passes every test. {intact} A &lt; B.</p>"
+    verdict = Verdict("necessary", ((1, 2),), 8, 1.0, 0.5, 0.4, 0.6, {"layers": (0.9,)}, 0.1, 0.5)
+    judged = replace(small, verdicts=(verdict,), task=TaskFacts(notes=("A < B.", "C.", "D.")))
+    heads, sets = pd.read_html(StringIO(judged._repr_html_()))
+    evidence = {"score": "0.62 [0.00, 1.00]", "corrected p": 0.03}
+    assert heads.to_dict("records") == [{"head": "L1H2", "role": "lookup", **evidence}]
+    accuracies = {"accuracy": "0.50 [0.40, 0.60]", "intact": 1.0}
+    of_set = {"set": "all named", "verdict": "necessary", "ablated": "the set", **accuracies, "heads": "1 of 8: L1H2"}
+    assert sets.to_dict("records") == [of_set]
+    words = re.sub(r"\s+", " ", re.sub("<.*?>", "", judged._repr_html_()))
+    assert words.startswith(intact) and words.endswith(
+        "Caveat: A &lt; B. The whole result in words: print(found.summary), with 2 more caveats."
+    )
+    page = none._repr_html_()
+    assert f"No head passes every test. {intact}" in page and "A &lt; B." in page and "<table" not in page
+    assert "Caveat" not in replace(small, task=TaskFacts())._repr_html_()
     with pytest.raises(KeyError, match="no role 'copying'"):
         small.heads("copying")
 
