@@ -111,19 +111,26 @@ def confounded_roles(prompts: Prompts, roles: Sequence[str]) -> list[str]:
     return [role for role in roles if role in ALIGNERS and fixed_offset(prompts.relations[role]) > 0.5]
 
 
-def limits(task: Task, prompts: Prompts, roles: Sequence[str], fdr: float) -> tuple[str, ...]:
+def out_of_reach(prompts: Prompts, roles: Sequence[str], fdr: float) -> dict[str, float]:
+    """Returns the roles that no head can be named for, with the smallest p-value that the prompts allow."""
+    return {role: p for role, p in smallest_p_values(prompts, roles).items() if p > fdr}
+
+
+def limits(
+    task: Task, prompts: Prompts, roles: Sequence[str], hopeless: Mapping[str, float], fdr: float
+) -> tuple[str, ...]:
     """Returns what cannot be established for these roles on the prompts that test, in sentences."""
-    smallest = smallest_p_values(prompts, roles)
     notes = [
         f"No head can be named for {role}: the prompts have no relation of that name."
         for role in task.roles
         if role not in prompts.relations
     ]
-    notes += [
-        f"No head can be named for {role}: the smallest p-value that these prompts allow is {smallest[role]:.2g}."
-        for role in roles
-        if smallest[role] > fdr
-    ]
+    if hopeless:
+        allowed = " and ".join(f"{role} ({p:.2g})" for role, p in hopeless.items())
+        notes.append(
+            f"No head can be named for {allowed}: in brackets the smallest p-value that these prompts allow, which is "
+            f"above {fdr:g}. Take more prompts or candidates."
+        )
     not_tested = [role for role in roles if role not in (*ALIGNERS, "previous")]
     by_position = [role for role in not_tested if not redraws_tokens(prompts, role)]
     if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:

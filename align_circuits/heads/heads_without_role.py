@@ -1,6 +1,6 @@
 """The heads that stand out without a role: by their effect on the answer, or by a score that did not name them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -86,7 +86,7 @@ def effects_of_others(model: HookedModel, pair: Pair, patched: Table, options: R
 
 
 def unnamed_heads(
-    tests: NamingTests, heads_by_role: Mapping[str, Sequence[Head]], effects: Table
+    tests: NamingTests, heads_by_role: Mapping[str, Sequence[Head]], effects: Table, hopeless: Collection[str] = ()
 ) -> tuple[UnnamedHead, ...]:
     """Returns the heads without a role that stand out, those of large effect first, then by their scores.
 
@@ -97,6 +97,7 @@ def unnamed_heads(
         tests: What was asked of a head.
         heads_by_role: The named heads.
         effects: `effects_of_others`.
+        hopeless: Roles that no head can be named for on these prompts: heads do not stand out by their score there.
     """
     of_all = effects.where(kind="all", metric="log_prob")
     shares = of_all.normalized().frame
@@ -127,11 +128,14 @@ def unnamed_heads(
             large=bool(shown and not effect["estimated"] and head not in named),
         )
 
-    closest = (of(head, max(tests.roles, key=lambda role: nearness(head, role))) for head in by_head.keys() - named)
-    kept = [unnamed for unnamed in closest if unnamed.large or unnamed.high]
+    roles = [role for role in tests.roles if role not in hopeless]
+    closest = (
+        of(head, max(roles or tests.roles, key=lambda role: nearness(head, role))) for head in by_head.keys() - named
+    )
+    kept = [unnamed for unnamed in closest if unnamed.large or (unnamed.high and unnamed.role in roles)]
     kept.sort(key=lambda unnamed: (-unnamed.large, -abs(unnamed.effect) * unnamed.large, -unnamed.score, unnamed.head))
     shown = {unnamed.role for unnamed in kept if unnamed.high}
-    empty = [role for role in tests.roles if not heads_by_role[role] and role not in shown]
+    empty = [role for role in roles if not heads_by_role[role] and role not in shown]
     best = [of(max(by_head, key=lambda head: excess(head, role)), role) for role in empty]
     known = {(unnamed.head, unnamed.role) for unnamed in kept}
     return (*kept, *(unnamed for unnamed in best if (unnamed.head, unnamed.role) not in known))

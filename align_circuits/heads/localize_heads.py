@@ -17,6 +17,7 @@ from align_circuits.heads.candidates import (
     confounded_roles,
     limits,
     mattering,
+    out_of_reach,
 )
 from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, smallest_sets
 from align_circuits.heads.heads_without_role import effects_of_others, unnamed_heads
@@ -178,7 +179,8 @@ def localize(
         of_roles = {
             role: (*of_role, *(m.head for m in members.get(role, ()))) for role, of_role in heads_by_role.items()
         }
-        unnamed = unnamed_heads(tests, of_roles, patching_effects)
+        hopeless = out_of_reach(tested, roles, thresholds.fdr)
+        unnamed = unnamed_heads(tests, of_roles, patching_effects, hopeless)
         of_redundant = {f"{role}, redundant": [member.head for member in heads] for role, heads in members.items()}
 
         # Evidence for sets of heads, and the verdicts.
@@ -210,7 +212,7 @@ def localize(
             TaskFacts(
                 {role: task.roles[role] for role in roles},
                 task.target_name,
-                limits(task, tested, roles, thresholds.fdr),
+                limits(task, tested, roles, hopeless, thresholds.fdr),
                 task.control_lesson,
             ),
             Example(attention_from(model, first, named, positions, options), positions.tolist()),

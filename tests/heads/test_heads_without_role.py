@@ -86,6 +86,10 @@ def test_what_stands_out():
         (2, "a", False, True),
         (4, "b", False, False),
     ]
+    possible = unnamed_heads(tests, {"a": [(0, 3)], "b": []}, table, {"b": 0.1})
+    assert [(each.head[1], each.role) for each in possible] == [(0, "a"), (1, "a"), (2, "a")], "none for b"
+    none = unnamed_heads(tests, {"a": [(0, 3)], "b": []}, table, {"a": 0.1, "b": 0.1})
+    assert [(each.head[1], each.large) for each in none] == [(0, True), (1, True)], "effects need no p-value of a role"
     assert heads[1].share == pytest.approx(-0.225, abs=0.01) and heads[1].effect == pytest.approx(-0.9)
     assert heads[2].failed == (
         "no effect on the prompts that choose",

@@ -102,17 +102,19 @@ def test_a_localization_shows_itself(localization):
     heads = {role: describe(heads) for role, heads in localization.heads_by_role.items() if heads}
     shown = "; ".join(f"{role}: {names}" for role, names in heads.items())
     assert repr(localization) == f"Localization({shown}; tested on 8 x seq2seq)" and len(heads) > 2
-    page = localization._repr_html_()
-    assert "Heads &lt;align&gt; &amp; look up." in page and "<align>" not in page
+    notes = TaskFacts(notes=("Heads <align> & look up.",))
+    page = replace(localization, task=notes, unnamed=(), verdicts=())._repr_html_()
+    assert "<align>" not in localization._repr_html_() and "<align>" not in page
     rows = page.split("<tr")[2:]
     assert len(rows) == sum(len(named) for named in localization.heads_by_role.values())
     role, (head, *_) = next((role, named) for role, named in localization.heads_by_role.items() if named)
     measured = localization.table.where(role=role, layer=head[0], head=head[1]).frame.set_index("metric")["value"]
     score, q = measured["score"], measured["q"]
-    assert all(f"<td>{text}</td>" in rows[0] for text in (role, describe([head]), f"{score:.2g}", f"{q:.2g}"))
+    cells = re.findall("<td[^>]*>(.*?)</td>", rows[0])
+    assert cells[:2] == [describe([head]), role] and cells[2].startswith(f"{score:.2f} [") and f"{q:.1g}" in cells
     nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()), task=TaskFacts())
     assert repr(nothing) == "Localization(no head named; tested on 8 x seq2seq)"
-    assert nothing._repr_html_().startswith("<p>No head passes every test. Nearest: L1H3 (align_query: causal p = ")
+    assert "<div>No head passes every test. Nearest: L1H3 (align_query: causal p = " in nothing._repr_html_()
 
 
 def test_the_summary_stands_on_top_and_every_part_follows(page, localization):
@@ -309,9 +311,10 @@ def test_the_card_names_model_task_seed_and_command(written):
 
 def test_a_report_on_own_prompts_speaks_of_their_relations_alone(tmp_path, char_tokenizer, random_hf_model):
     """No word of other tasks, no column or panel without a number of its own."""
-    texts, answers = [f"k{x}mn{y}op{y}q" for x, y in ("AB", "CD", "EF", "GH") * 4], ["A", "C", "E", "G"] * 4
+    texts = [f"k{x}mn{y}op{z}q" for x, y, z in ("ABB", "CDC", "EFE", "GHH") * 4]
+    answers, others = ["A", "D", "F", "G"] * 4, ["B", "C", "E", "H"] * 4
     other = [answer.lower() for answer in answers]
-    positions = {"IO": [(answer, 0) for answer in answers], "S1": 4}
+    positions = {name: [(letter, 0) for letter in letters] for name, letters in (("IO", answers), ("S1", others))}
     clean, corrupted = ac.Prompts.from_pairs(
         *(texts, [text.replace("q", "r") for text in texts], char_tokenizer),
         **{"answer": answers, "corrupted_answer": other, "positions": positions},

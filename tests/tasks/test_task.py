@@ -3,13 +3,14 @@
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from refusals import raised, refused
 
 import align_circuits as ac
+from align_circuits.heads.thresholds import Thresholds
 from align_circuits.tasks.task import Task, exchanged
 
 
@@ -106,6 +107,21 @@ def test_a_role_whose_relation_is_missing_is_named(random_hf_model):
     task = type("Wrong", (Shifted,), {"roles": {**Shifted.roles, "mover": "moves"}})()
     found = ac.localize(ac.load(random_hf_model("llama")), task, n=16, n_controls=0)
     assert "No head can be named for mover: the prompts have no relation of that name." in found.summary
+
+
+def test_a_role_without_small_p_values_is_told_in_one_line_and_its_heads_are_not_listed(random_hf_model):
+    """The first of two candidates is the key of every prompt: every second head prefers it by chance."""
+    prompts = ac.Prompts.from_tokens([[1, *row, 2, 3] for row in ([4, 5], [5, 4], [6, 7], [7, 6], [8, 9]) * 2])
+    pairs = [(row, 4, [1]) for row in range(len(prompts))]
+    own = ac.Relation.from_pairs(pairs, prompts=prompts, candidates=[1, 2])
+    prompts, model = prompts.with_relations(own=own), ac.load(random_hf_model("llama", initializer_range=1.0))
+    for fdr, hopeless in [(0.05, True), (0.5, False)]:
+        limits: Any = Thresholds(score=0.0, above_chance=0.0, attention=0.0, share=0.0, fdr=fdr, effect=1e3)
+        found = ac.localize(model, prompts, roles=["own"], thresholds=limits, n_controls=0)
+        told = "No head can be named for own (0.5): in brackets the smallest p-value that these prompts allow"
+        assert found.summary.count("can be named for own") == found.summary.count(told) == hopeless
+        assert any(each.high for each in found.unnamed) == (not hopeless)
+        assert ("Nearest" in found.answer) == (not hopeless)
 
 
 def test_pairs_come_from_the_corruption_or_from_other_prompts():
