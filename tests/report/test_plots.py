@@ -133,6 +133,22 @@ def test_heads_that_were_not_measured_keep_their_place(effects):
     np.testing.assert_array_equal(heat.z[1], [3, 0])
 
 
+def test_maps_without_panels_draw_all_metrics_of_one_unit():
+    grid = pd.DataFrame([(layer, head) for layer in range(2) for head in range(2)], columns=["layer", "head"])
+    for metrics, drawn in [
+        ({"lookup": 0.5, "entropy": 0.5, "distance": 1.5, "sink": 0.5}, ["lookup", "sink"]),
+        ({"log_prob": 0.5, "accuracy": 0.5, "kl": 1.5}, ["log_prob", "kl"]),
+        ({"distance": -1.5, "lookup": 0.5}, ["distance"]),
+    ]:
+        frame = pd.concat(
+            [grid.assign(metric=name, value=value, low=0.4, high=0.6, n=1) for name, value in metrics.items()]
+        )
+        figure: Any = plots.head_maps(Table(frame, Provenance("t")))
+        assert [each.text for each in figure.layout.annotations] == drawn
+    with pytest.raises(ValueError, match="no panels: name at least one value of 'role'"):
+        plots.head_maps(Table(frame, Provenance("t")), by="role")
+
+
 def test_named_heads_are_circled_at_their_place(effects):
     framed: Any = {"marked": {"first": [(1, 0)]}, "noted": {"first": [(0, 1)]}}
     _, ring, diamond, later = plots.head_maps(effects, ["first", "later"], by="kind", **framed).data

@@ -49,7 +49,7 @@ def head_map(table: Table, metric: str, title: str | None = None, unit: str = ""
 @checked
 def head_maps(
     table: Table,
-    panels: Sequence[str],
+    panels: Sequence[str] | None = None,
     title: str = "",
     captions: bool = True,
     *,
@@ -63,7 +63,8 @@ def head_maps(
 
     Args:
         table: With key columns layer and head; one row per head in each panel.
-        panels: What to draw, in order: metrics, or values of the column `by`.
+        panels: What to draw, in order: metrics, or values of the column `by`. By default all that have the unit of the
+            first, since they share one scale: scores up to 1 without the entropy, log-probability without accuracy.
         title: Above the maps.
         captions: Whether each map is headed by its panel's name.
         by: The key column that the panels are values of.
@@ -78,6 +79,10 @@ def head_maps(
         ValueError: No panels, no rows of single heads, no number among them, a head outside the shape, or more than one
             row for a head in a panel.
     """
+    if panels is None:
+        values: Any = dict(iter(table.frame.groupby(by, sort=False)["value"])) if by in table.keys else {}
+        units = {name: UNITS.get(name, "share" if of.abs().max() <= 1 else name) for name, of in values.items()}
+        panels = [name for name, unit in units.items() if unit == next(iter(units.values()))]
     if not panels:
         raise ValueError(f"no panels: name at least one value of {by!r}")
     frames = [_one_row_per_head(table.where(**{by: panel}), by) for panel in panels]

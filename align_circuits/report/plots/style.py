@@ -41,7 +41,7 @@ MAX_COLUMNS = 3
 CAPTION = 84
 """The letters of captions that fit side by side into the narrowest figure (`.plotly-graph-div` of the pages)."""
 
-UNITS = {"log_prob": "nats", "kl": "nats", "logit": "logits", "logit_diff": "logits"}
+UNITS = {"log_prob": "nats", "kl": "nats", "entropy": "nats", "logit": "logits", "logit_diff": "logits"}
 """The unit of each metric that has one."""
 
 SHARES = [-0.04, 1.06]
