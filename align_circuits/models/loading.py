@@ -6,6 +6,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import cache
 from math import prod
@@ -70,6 +71,9 @@ FILES: tuple[str, ...] = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinj
 
 MOST_ADAPTERS = 8
 """How many adapters may be the base of one another."""
+
+LARGE = 2**30
+"""From so many bytes on, reading weights takes long enough for a progress bar."""
 
 
 @checked
@@ -325,18 +329,20 @@ def _read(
         check_device_map(device_map, outline)
         offloaded = TemporaryDirectory(prefix="align-circuits-")
         placement |= {"device_map": device_map, "offload_folder": offloaded.name}
+    quiet = stored_weights.without_progress_bars() if memory_of(outline) < LARGE else nullcontext()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            attn_implementation="eager",
-            output_loading_info=True,
-            **placement,
-        )
+        with quiet:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                attn_implementation="eager",
+                output_loading_info=True,
+                **placement,
+            )
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

@@ -7,8 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from align_circuits.hooks.compat.bridges import component, wrapped
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Lets transformers draw no progress bars, and draw them as before afterwards."""
+    before = transformers_logging._tqdm_active
+    transformers_logging._tqdm_active = False
+    try:
+        yield
+    finally:
+        transformers_logging._tqdm_active = before
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
@@ -194,6 +195,17 @@ def test_bundled_models_are_float32_on_every_device(fast, monkeypatch):
         provenance = model_provenance(load(name))
         assert (provenance["dtype"], provenance["stored_dtype"]) == ("float32", "bfloat16")
     assert load("toy-llama", dtype=torch.bfloat16).cfg.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_small_models_are_read_without_a_progress_bar(folders, monkeypatch, capfd, active):
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", active)
+    load(folders["llama"])
+    assert "Loading weights" not in capfd.readouterr().err
+    assert transformers.utils.logging.is_progress_bar_enabled() == active
+    monkeypatch.setattr(loading, "LARGE", 0)
+    load(folders["llama"])
+    assert ("Loading weights" in capfd.readouterr().err) == active, "large ones with one, unless it is off"
 
 
 def test_cuda_where_there_is_one(folders):
