@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -526,7 +527,8 @@ class Prompts:
             answer: What is to be predicted behind each text: its tokens are the targets, the first of kind `"first"`.
                 It must begin a token of its own, so with most tokenizers with a space. Without answers every token of
                 the texts but the first is a target.
-            wrong: An answer that each is compared with by the metric `"logit_diff"`, of as many tokens.
+            wrong: An answer that each is compared with by the metric `"logit_diff"`, token by token, or at the first
+                token alone if they have different numbers of tokens (`kind="first"`).
             positions: Places by name, each for all texts or a list: a part of the text (its last token counts), `(part,
                 occurrence)` counted from 0 where it occurs several times, or the index of a token, where 0 is the BOS
                 token if there is one. `"END"` is the last token of the text if there are answers.
@@ -563,7 +565,11 @@ class Prompts:
             offset = (prompts.column("target_pos") - answer[prompts.column("prompt")]).numpy()
             targets = prompts.targets.assign(offset=offset, kind=np.where(offset == 0, *KINDS))
             if tokenized[0].wrong:
-                targets[WRONG] = [token for text in tokenized for token in text.wrong]
+                targets[WRONG] = [
+                    token
+                    for text in tokenized
+                    for _, token in zip_longest(text.ids[text.n_text :], text.wrong, fillvalue=np.nan)
+                ]
             prompts = replace(prompts, targets=targets)
         if groups is not None and len(groups) != len(prompts):
             raise ValueError(f"groups: {len(groups)} for {len(prompts)} texts; give a list with one for each")

@@ -25,7 +25,8 @@ class TokenizedText:
     n_text: int
     """How many of them belong to the text."""
     wrong: list[int]
-    """The tokens of the wrong answer, one for each token of the answer; empty if there is none."""
+    """The tokens of the wrong answer, one for each token of the answer, or the first alone if their numbers differ;
+    empty if there is none."""
     places: Mapping[str, int]
     """Named positions, as indices of `ids`."""
 
@@ -40,8 +41,8 @@ def tokenize(
     """Returns texts as token ids, with the special tokens that the tokenizer adds by itself.
 
     Raises:
-        ValueError: Lists of different lengths, an answer that does not begin at a token of its own, a wrong answer of
-            another length, or a named position that is not there.
+        ValueError: Lists of different lengths, an answer that does not begin at a token of its own, a wrong answer that
+            begins with the same token, or a named position that is not there.
 
     Warns of what is hardly meant: an answer that goes on with the text's last word, a space at the end of the text, and
     a named position inside a word.
@@ -69,8 +70,14 @@ def tokenize(
             columns_of[END] = len(ids) - 1
         if answer is not None and wrong is not None:
             wrong_ids = _continuation(tokenizer, index, "wrong answer", text, ids, wrong[index])
-            if apart := _not_comparable(tokenizer, answered[len(ids) :], wrong_ids):
-                refused[index] = apart
+            right_ids = answered[len(ids) :]
+            if right_ids[0] == wrong_ids[0]:
+                refused[index] = (
+                    f"the answer {tokenizer.decode(right_ids)!r} cannot be compared with the wrong one "
+                    f"{tokenizer.decode(wrong_ids)!r}: they begin with the same token"
+                )
+            elif len(right_ids) != len(wrong_ids):  # behind the first token there is nothing to compare
+                wrong_ids = wrong_ids[:1]
         tokenized.append(TokenizedText(text, answered, len(ids), wrong_ids, columns_of))
         places_of = {name: given[index] for name, given in named.items()}
         if doubt := _doubt(tokenizer, text, "" if answer is None else answer[index], places_of):
@@ -80,7 +87,7 @@ def tokenize(
         also = (
             f"; so it is with text{'s' * (len(more) > 1)} {', '.join(str(other) for other, _ in more)}" if more else ""
         )
-        raise ValueError(f"text {index}: {apart}; give answers of equally many tokens that differ in the first{also}")
+        raise ValueError(f"text {index}: {apart}; give answers that differ in the first{also}")
     if doubts:
         first, doubt = next(iter(doubts.items()))
         # The level of whoever called `Prompts.from_texts` or `from_pairs`, which `@checked` wraps.
@@ -216,15 +223,6 @@ def _continuation(tokenizer: Any, index: int, what: str, text: str, ids: list[in
             remedy = f"the space at the end of the text belongs to it: end the text without, and give {' ' + answer!r}"
         raise ValueError(f"text {index}: the {what} {answer!r} is no token of its own behind {text[-20:]!r}; {remedy}")
     return both[len(ids) :]
-
-
-def _not_comparable(tokenizer: Any, right: list[int], wrong: list[int]) -> str | None:
-    """Why an answer cannot be compared with a wrong one, if it cannot."""
-    if len(right) == len(wrong) and right[0] != wrong[0]:
-        return None
-    shown, other = tokenizer.decode(right), tokenizer.decode(wrong)
-    why = "they begin with the same token" if right[:1] == wrong[:1] else f"{len(right)} and {len(wrong)} tokens"
-    return f"the answer {shown!r} cannot be compared with the wrong one {other!r}: {why}"
 
 
 def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, place: Place) -> int:

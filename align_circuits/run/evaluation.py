@@ -46,8 +46,8 @@ def evaluate(
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets.
         metrics: What is measured, by name or as functions of your own, as `Pair.metric`; `"kl"` is the divergence from
-            the model without the edits. By default accuracy, log-probability and, where the prompts have wrong answers,
-            the logit difference.
+            the model without the edits. By default accuracy, log-probability and, where all targets have a wrong
+            answer, the logit difference.
         edits: What is changed while the model runs.
         options: Engine and batch size.
 
@@ -73,7 +73,8 @@ def evaluate(
     if not len(prompts) or prompts.targets.empty:
         raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
     if metrics is None:
-        metrics = ("accuracy", "log_prob", *(["logit_diff"] if WRONG in prompts.targets else []))
+        compared = WRONG in prompts.targets and bool(prompts.targets[WRONG].notna().all())
+        metrics = ("accuracy", "log_prob", *(["logit_diff"] if compared else []))
     targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
     values, engine = targets.measure(model, edits, options=options)
     settings = {"metrics": targets.names, **edits_provenance(edits)}

@@ -4,6 +4,7 @@ import re
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,11 +13,13 @@ from refusals import refused
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.prompts.prompts import WRONG, Prompts, TokenKind
 from align_circuits.prompts.relations import IGNORE
 from align_circuits.prompts.texts import TokenizedText, check_aligned, tokenize
 from align_circuits.run.pairs import check_pair
+from align_circuits.run.target_metrics import wrong_tokens
 from align_circuits.tasks.token_ids import token_of
 
 TOKENIZER = bundled()
@@ -163,7 +166,7 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_lie():
         ({"wrong": "cd"}, TypeError, "wrong is the text 'cd', not a list"),
         ({"positions": {"END": 0}}, ValueError, "'END' is the text's last token by itself"),
         ({"wrong": ["ab", "d"]}, ValueError, "text 0: the answer 'a' cannot be compared .*same token"),
-        ({"wrong": ["bc", "d"]}, ValueError, "text 0: the answer 'a' cannot be compared .*1 and 2 tokens"),
+        ({"wrong": ["ab", "d"], "answer": ["acd", "c"]}, ValueError, "text 0: the answer 'acd' cannot .*same token"),
         ({"wrong": ["ab", "cd"]}, ValueError, "text 0: .* differ in the first; so it is with text 1"),
         ({"groups": "ab"}, TypeError, "groups is the text 'ab', not a list"),
         ({"groups": [1]}, ValueError, "groups: 1 for 2 texts"),
@@ -174,6 +177,20 @@ def test_texts_that_are_refused(changes, error, message):
     given: dict[str, Any] = {"texts": ["ab:", "cd:"], "answer": ["a", "c"], "wrong": ["b", "d"]} | changes
     with pytest.raises(error, match=message):
         Prompts.from_texts(given.pop("texts"), given.pop("tokenizer", TOKENIZER), **given)
+
+
+def test_a_wrong_answer_of_another_length_is_compared_at_the_first_token():
+    given: Any = {"tokenizer": TOKENIZER, "answer": ["ab", "c", "ab"], "wrong": ["c", "ab", "ba"]}
+    prompts = Prompts.from_texts(["x:", "y:", "z:"], **given)
+    a, b, c = (ids_of(letter)[-1] for letter in "abc")
+    np.testing.assert_array_equal(prompts.targets[WRONG], [c, np.nan, a, b, a])
+    first = prompts.select_targets("first")
+    np.testing.assert_array_equal(wrong_tokens(first.targets, 64), [c, a, b])
+    with pytest.raises(ValueError, match=r"holds nan: .* prompts.select_targets\('first'\)"):
+        wrong_tokens(prompts.targets, 64)
+    model = ac.load("toy-llama")
+    assert "logit_diff" in set(ac.evaluate(model, first).frame["metric"])
+    assert "logit_diff" not in set(ac.evaluate(model, prompts).frame["metric"])
 
 
 def test_prompts_are_printed_with_the_first_of_them():
