@@ -123,17 +123,38 @@ class Table:
         return f"Table({self.provenance.verb}, {len(self)} rows by {', '.join(self.keys)}{kept})"
 
     def __str__(self) -> str:
-        rows = self.frame.to_string(max_rows=20, float_format="{:.3f}".format)
+        rows = self._shown.to_string(max_rows=20, float_format="{:.3f}".format)
         return "\n".join([rows, f"[{self.provenance.verb}, {len(self)} rows]", *self.remarks])
 
     def _repr_html_(self) -> str:
-        rows = self.frame.to_html(max_rows=20, float_format="{:.3f}".format)
+        rows = self._shown.to_html(max_rows=20, float_format="{:.3f}".format)
         return rows + "".join(f"<div>{html.escape(line)}</div>" for line in (repr(self), *self.remarks))
 
     @property
+    def _shown(self) -> pd.DataFrame:
+        """The rows, without those of some targets that are all targets: the first tokens of one-token answers."""
+        of_targets = [key for key in ("kind", "offset") if key in self.keys]
+        if not of_targets or not (whole := self._of_all).any():
+            return self.frame
+        measured = self.frame[[*(key for key in self.keys if key not in of_targets), "n"]].astype(str)
+        rows = pd.Series(list(measured.itertuples(index=False, name=None)))
+        return self.frame[whole | ~rows.isin(rows[whole]).to_numpy()]
+
+    @property
+    def _of_all(self) -> Bool[ndarray, " row"]:
+        """Which rows are over all targets of a prompt, of any kind and at any place."""
+        of_all = np.ones(len(self), dtype=bool)
+        for key, value in (("kind", "all"), ("offset", None)):
+            if key in self.keys:
+                of_all &= (self.frame[key].isna() if value is None else self.frame[key] == value).to_numpy(dtype=bool)
+        return of_all
+
+    @property
     def remarks(self) -> list[str]:
-        """What is shown below the rows: a line for the baselines of each metric, and the warnings."""
-        lines = [] if self.baselines is None else list(baselines.described(self._own_baselines.frame))
+        """What is shown below the rows: of rows left out, the baselines of each metric, and the warnings."""
+        left_out = len(self) - len(self._shown)
+        lines = [f"Note: {left_out} rows of some targets, which are all there are, are not shown."] * bool(left_out)
+        lines += [] if self.baselines is None else baselines.described(self._own_baselines.frame)
         return [*lines, *(f"Note: {warning}." for warning in self.warnings)]
 
     @property
