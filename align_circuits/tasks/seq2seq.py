@@ -18,11 +18,11 @@ from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption, corrupt_seq2seq
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
 from align_circuits.tasks.labels import LATENT, prompts_of
-from align_circuits.tasks.layout import Style, layout_of, length_of
+from align_circuits.tasks.layout import Layout, Style, layout_of, length_of
 from align_circuits.tasks.references import reference_accuracies
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.task import TOKEN_ROLES, Task, check_choices, check_least
-from align_circuits.tasks.token_ids import check_text, look_up
+from align_circuits.tasks.token_ids import TokenIds, check_text, look_up
 
 CHUNK = 256
 """Prompts drawn at a time, so that automata and intermediate results stay within a few MB."""
@@ -188,12 +188,7 @@ class Seq2SeqTask(TranslationTask):
             f"{n:,} prompts of {self.n_examples:,} examples",
             references=True,
         )
-        marker = MARKER if self.style == "marked" else ""
-        ids = look_up(tokenizer, self.alphabet, self.letters, self.colon, self.separator, marker, self.spaced)
-        bos = self.bos and ids.bos is not None
-        layout = layout_of(self.style, self.x_len, self.phrase_len, self.n_examples, bos)
-        if self.spaced:
-            check_text(tokenizer, ids, layout)
+        ids, layout = self._in_tokens_of(tokenizer)
         aligned = self.aligned
         rng = Rng(seed, "prompts")
         shared = self._world(Rng(self.task_seed, "task"), 1) if self.automata == "task" else None
@@ -235,6 +230,31 @@ class Seq2SeqTask(TranslationTask):
                 no order contradicts the alignment (`"alignment"`).
         """
         return self._corrupted(prompts, kind, seed, self.ood, lambda rng, n: self._world(rng, n)[1])
+
+    def _in_tokens_of(self, tokenizer: Any) -> tuple[TokenIds, Layout]:
+        """The ids of the task's symbols, and where they stand in a prompt.
+
+        Raises:
+            ValueError: The tokenizer does not read them so; the message says if it does with the other `spaced`.
+        """
+        try:
+            return self._spaced_in(tokenizer, self.spaced)
+        except ValueError as error:
+            try:
+                self._spaced_in(tokenizer, not self.spaced)
+            except ValueError:
+                raise error from None
+            unread = ", whose text is not checked to be read as its tokens" if self.spaced else ""
+            raise ValueError(f"{error}, or set spaced={not self.spaced}{unread}") from None
+
+    def _spaced_in(self, tokenizer: Any, spaced: bool) -> tuple[TokenIds, Layout]:
+        marker = MARKER if self.style == "marked" else ""
+        ids = look_up(tokenizer, self.alphabet, self.letters, self.colon, self.separator, marker, spaced)
+        bos = self.bos and ids.bos is not None
+        layout = layout_of(self.style, self.x_len, self.phrase_len, self.n_examples, bos)
+        if spaced:
+            check_text(tokenizer, ids, layout)
+        return ids, layout
 
     def _world(self, rng: Rng, n: int) -> tuple[Int[Tensor, "prompt symbol"], Automata]:
         """The symbols, as indices in the alphabet, and the automata of `n` prompts."""

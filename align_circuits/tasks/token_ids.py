@@ -85,7 +85,7 @@ def look_up(
             reads = tokenizer.convert_ids_to_tokens(tokens) if tokens else "no token"
             raise ValueError(
                 f"{name_of(tokenizer)} reads {text!r} as {reads}, but a symbol must be one known token: "
-                f"leave it out of the task's alphabet, letters or delimiters, or try spaced={not spaced}"
+                "leave it out of the task's alphabet, letters or delimiters"
             )
         ids[text] = token
     owners: dict[int, str] = {}
@@ -148,7 +148,7 @@ def check_text(tokenizer: Any, token_ids: TokenIds, layout: Layout) -> None:
         raise ValueError(
             f"{name_of(tokenizer)} does not read the text of these prompts as the tokens they are built from: "
             f"{text[:40]!r} becomes {tokens[:20]}. Texts that are misread ({len(broken)}): {listed[:200]}. Leave these "
-            "symbols out of the task's alphabet, letters or delimiters, or set spaced=False, which promises no text"
+            "symbols out of the task's alphabet, letters or delimiters"
         )
     checked.update({(*key, neighbours), (*key, layout)})
 

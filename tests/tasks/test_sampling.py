@@ -167,7 +167,7 @@ def test_every_tokenizer_shows_each_symbol_as_one_token_and_reads_the_text_back(
     tokenizer = request.getfixturevalue(fixture)
     task = Seq2SeqTask(x_len=3, n_examples=3, style=style, alignment="permutation")
     if style == "marked" and fixture == "byte_bpe_tokenizer":  # its small vocabulary lacks " !"
-        refused(r"reads ' !' as \['Ġ', '!'\].*try spaced=False", task.sample, 4, tokenizer)
+        refused(r"reads ' !' as \['Ġ', '!'\].*or set spaced=False", task.sample, 4, tokenizer)
         assert len(replace(task, spaced=False).sample(4, tokenizer)) == 4
         return
     prompts = task.sample(4, tokenizer, seed=1)
@@ -193,6 +193,25 @@ def test_unspaced_text_promises_nothing_and_the_check_names_what_breaks(llama_to
     assert "!" in task.sample(1, llama_tokenizer).text[0]
     words = look_up(llama_tokenizer, task.alphabet, task.letters, ":", "\n", "!", False)
     refused("'!I', ':!'", check_text, llama_tokenizer, words, layout_of("marked", 3, 2, 1, True))
+
+
+def test_the_other_spacing_is_suggested_only_where_it_works(byte_bpe_tokenizer):
+    for task, tokenizer, suggested in [
+        (Seq2SeqTask(style="marked"), byte_bpe_tokenizer, "spaced=False"),
+        (
+            Seq2SeqTask(
+                alphabet=["dog", "cat"], x_len=2, letters="ab", alphabet_range=(1, 2), edge_range=(1, 1), spaced=False
+            ),
+            byte_bpe_tokenizer,
+            "spaced=True",
+        ),
+        (Seq2SeqTask(alphabet=["語", "cat"], x_len=2, spaced=False), byte_bpe_tokenizer, None),
+        (Seq2SeqTask(alphabet=["語", "cat"], x_len=2), byte_bpe_tokenizer, None),
+    ]:
+        with pytest.raises(ValueError, match="leave it out") as raised:
+            task.sample(1, tokenizer)
+        assert suggested is None or len(replace(task, spaced=suggested == "spaced=True").sample(1, tokenizer)) == 1
+        assert ("spaced=" in str(raised.value)) == (suggested is not None) and (suggested or "") in str(raised.value)
 
 
 def test_a_symbol_that_is_not_one_token_is_refused_by_name(llama_tokenizer, byte_bpe_tokenizer):
