@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from align_circuits.checks import described
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.localizers.edge_methods import EDGE_METHODS, EdgeLocalizer
 from align_circuits.localizers.methods import METHODS, Localizer, Scores
@@ -88,11 +89,15 @@ def scores_by_role(name: str, scores: Scores, model: HookedModel, roles: Sequenc
     for role in roles:
         if isinstance(scores, dict) and role not in scores:
             raise ValueError(f"{name!r} returned no scores for {role!r}, but for {', '.join(scores) or 'no role'}")
-        grid = np.asarray(scores[role] if isinstance(scores, dict) else scores, dtype=float)
+        given = scores[role] if isinstance(scores, dict) else scores
+        wanted = f"give a number for each of {shape[0]} layers of {shape[1]} heads, such as table.to_array(metric)"
+        try:
+            grid = np.asarray(given, dtype=float)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name!r} returned {described(given)} for {role!r}: {wanted}") from error
         if grid.shape != shape or np.isnan(grid).any():
             raise ValueError(
-                f"{name!r} returned an array of shape {grid.shape} for {role!r}, or one with NaN: give a number for "
-                f"each of {shape[0]} layers of {shape[1]} heads"
+                f"{name!r} returned an array of shape {grid.shape} for {role!r}, or one with NaN: {wanted}"
             )
         by_role[role] = grid
     return by_role

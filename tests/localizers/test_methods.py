@@ -2,6 +2,7 @@
 
 from importlib.metadata import EntryPoint
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -72,10 +73,12 @@ def first_layer(model, _):
     [
         (np.zeros((2, 2)), r"shape \(2, 2\) for 'lookup'"),
         (np.full((4, 4), np.nan), "one with NaN"),
+        (agreement, r"returned a function for 'lookup': .* 4 layers of 4 heads, such as table.to_array\(metric\)"),
         ({"previous": np.zeros((4, 4))}, "no scores for 'lookup', but for previous"),
     ],
 )
 def test_scores_that_are_none_are_refused(circuit, monkeypatch, returned, message):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setitem(registry.METHODS, "broken", lambda *_: returned)  # pyright: ignore[reportArgumentType]
     model, pair = circuit
     refused(message, scores_of, "broken", model, pair, ["lookup"])
