@@ -18,6 +18,7 @@ from align_circuits.heads.heads_without_role import LARGE_EFFECT
 from align_circuits.heads.interchange_interventions import HEAD
 from align_circuits.heads.localization import Localization
 from align_circuits.heads.localization_rows import formatted, named_head_rows, verdict_rows, with_values
+from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.heads import describe
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.prompts.token_html import Html, rendered

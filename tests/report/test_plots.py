@@ -144,9 +144,13 @@ def test_maps_without_panels_draw_all_metrics_of_one_unit():
             [grid.assign(metric=name, value=value, low=0.4, high=0.6, n=1) for name, value in metrics.items()]
         )
         figure: Any = plots.head_maps(Table(frame, Provenance("t")))
-        assert [each.text for each in figure.layout.annotations] == drawn
+        best: Any = plots.top_heads(Table(frame, Provenance("t")))
+        for made in (figure, best):
+            assert [each.text.split(" (")[0] for each in made.layout.annotations] == drawn
     with pytest.raises(ValueError, match="no panels: name at least one value of 'role'"):
         plots.head_maps(Table(frame, Provenance("t")), by="role")
+    with pytest.raises(ValueError, match="no metrics: name at least one value of 'metric'"):
+        plots.top_heads(Table(frame.drop(columns="metric"), Provenance("t")))
 
 
 def test_named_heads_are_circled_at_their_place(effects):

@@ -80,9 +80,7 @@ def head_maps(
             row for a head in a panel.
     """
     if panels is None:
-        values: Any = dict(iter(table.frame.groupby(by, sort=False)["value"])) if by in table.keys else {}
-        units = {name: UNITS.get(name, "share" if of.abs().max() <= 1 else name) for name, of in values.items()}
-        panels = [name for name, unit in units.items() if unit == next(iter(units.values()))]
+        panels = _of_one_unit(table, by)
     if not panels:
         raise ValueError(f"no panels: name at least one value of {by!r}")
     frames = [_one_row_per_head(table.where(**{by: panel}), by) for panel in panels]
@@ -116,7 +114,7 @@ def head_maps(
 @checked
 def top_heads(
     table: Table,
-    metrics: Sequence[str],
+    metrics: Sequence[str] | None = None,
     n: int = 5,
     title: str = "",
     by: Literal["highest", "lowest", "absolute"] | None = None,
@@ -127,12 +125,18 @@ def top_heads(
 
     Args:
         table: With key columns layer, head and metric, one row per head.
-        metrics: Which to draw, in order.
+        metrics: Which to draw, in order; by default all that have the unit of the first, as in `head_maps`.
         n: How many heads of each.
         title: Above the panels.
         by: What comes first, as for `Table.top`.
         normalized: Whether the effect as `Table.normalized` gives it stands behind each name, in percent.
+
+    Raises:
+        ValueError: No metrics.
     """
+    metrics = _of_one_unit(table, "metric") if metrics is None else metrics
+    if not metrics:
+        raise ValueError("no metrics: name at least one value of 'metric'")
     captions = [f"{metric} ({UNITS[metric]})" if metric in UNITS else metric for metric in metrics]
     figure, panels = panel_grid(captions, 0.28, horizontal_spacing=0.09)
     for index, (metric, panel) in enumerate(zip(metrics, panels, strict=True)):
@@ -158,6 +162,13 @@ def top_heads(
         figure.update_xaxes(range=SHARES, dtick=0.25)
     figure.update_yaxes(type="category")
     return styled(figure, title, height=(110 + 26 * n) * panels[-1]["row"] + 40)
+
+
+def _of_one_unit(table: Table, by: str) -> list[str]:
+    """The values of a key column whose rows have the unit of the first, in order."""
+    values: Any = dict(iter(table.frame.groupby(by, sort=False)["value"])) if by in table.keys else {}
+    units = {name: UNITS.get(name, "share" if of.abs().max() <= 1 else name) for name, of in values.items()}
+    return [name for name, unit in units.items() if unit == next(iter(units.values()))]
 
 
 def _names(frame: Any) -> list[str]:
