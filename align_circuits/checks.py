@@ -100,6 +100,8 @@ def check_argument(function: str, name: str, value: Any, hint: Any) -> None:
     remedy = next((f"; {_REMEDIES[kind]}" for kind in names if kind in _REMEDIES), "")
     if lists:
         remedy = f"; give a list, [{value!r}]" if isinstance(value, str) else remedy
+        if isinstance(value, types.FunctionType) and _item_fits(value, get_args(lists[0])[0]):
+            remedy = f"; give a list, [{value.__name__}]"
         remedy = "; give a list, by .tolist()" if hasattr(value, "tolist") else remedy
     raise WrongArgument(f"{function}: {name} is {described(value)}, not {_in_words(hint)}{remedy}")
 

@@ -153,7 +153,7 @@ class Table:
     def remarks(self) -> list[str]:
         """What is shown below the rows: of rows left out, the baselines of each metric, and the warnings."""
         left_out = len(self) - len(self._shown)
-        lines = [f"Note: {left_out} rows of some targets, which are all there are, are not shown."] * bool(left_out)
+        lines = [f"Note: rows of some targets that are all targets are not shown ({left_out})."] * bool(left_out)
         lines += [] if self.baselines is None else baselines.described(self._own_baselines.frame)
         return [*lines, *(f"Note: {warning}." for warning in self.warnings)]
 

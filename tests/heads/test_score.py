@@ -341,6 +341,8 @@ def test_a_function_that_is_no_score_is_refused(models, prompts):
             ac.score_heads(models["llama"], prompts, metrics)
     with pytest.raises(TypeError, match=r"metrics\[0\] is 3, not"):
         ac.score_heads(models["llama"], prompts, [3])
+    with pytest.raises(TypeError, match=r"metrics is a function, not a list .*; give a list, \[distance\]"):
+        ac.score_heads(models["llama"], prompts, distance)
     with pytest.raises(KeyError, match="or give a function of attention and targets"):
         ac.score_heads(models["llama"], prompts, ["distance"])
 

@@ -304,7 +304,7 @@ def test_rows_of_some_targets_that_are_all_targets_are_not_shown():
     keys = {"metric": "a", "kind": ["all", "first", "all", "all"], "offset": [None, None, 0, 1]}
     for n, shown in [([6, 6, 6, 6], 1), ([6, 3, 3, 3], 4), ([6, 6, 3, 3], 3)]:
         table = Table(pd.DataFrame(keys).assign(value=0.5, low=0.4, high=0.6, n=n), Provenance("made"))
-        note = f"Note: {4 - shown} rows of some targets, which are all there are, are not shown."
+        note = f"Note: rows of some targets that are all targets are not shown ({4 - shown})."
         assert len(pd.read_html(StringIO(table._repr_html_()))[0]) == shown
         assert (note in str(table)) == (note in table._repr_html_()) == (shown < 4) and len(table.frame) == 4
         assert "Note" not in str(table.where(kind="first")), "rows of all are no longer beside them"
