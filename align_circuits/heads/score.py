@@ -190,7 +190,7 @@ def _own(score: OwnScore, targets: pd.DataFrame) -> "Measure":
     def measure(attention: _Attention) -> tuple[Tensor, Tensor]:
         pattern, rows = attention.pattern[attention.entries.row], targets.iloc[attention.entries.target.numpy()]
         if not len(rows):
-            return (torch.zeros_like(attention.on_keys),) * 2
+            return attention.on_keys, attention.on_keys
         measured = []
         for heads in (pattern, pattern.mean(1, keepdim=True)):
             values = score(heads.clone(), rows)  # it may change them, as others must not see

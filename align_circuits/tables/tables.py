@@ -138,7 +138,7 @@ class Table:
             return self.frame
         measured = self.frame[[*(key for key in self.keys if key not in of_targets), "n"]].astype(str)
         rows = pd.Series(list(measured.itertuples(index=False, name=None)))
-        return self.frame[whole | ~rows.isin(rows[whole]).to_numpy()]
+        return self._rows(np.flatnonzero(whole | ~rows.isin(rows[whole]).to_numpy())).frame
 
     @property
     def _of_all(self) -> Bool[ndarray, " row"]:
