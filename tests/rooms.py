@@ -18,7 +18,7 @@ ROOMS = {
     "align_circuits/jobs": (1779, 1000),
     "align_circuits/prompts": (1670, 1300),
     "align_circuits/tables": (1540, 1100),
-    "align_circuits/tasks": (2358, 2100),
+    "align_circuits/tasks": (2162, 2100),
     "align_circuits/models": (3325, 2400),
     "align_circuits/run": (2177, 1500),
     "align_circuits/heads": (4043, 2600),
@@ -27,7 +27,7 @@ ROOMS = {
     "align_circuits/report": (2071, 1700),
     "align_circuits/training": (2026, 1400),
     "align_circuits/cli": (2407, 1500),
-    "align_circuits/papers": (10759, 8500),
+    "align_circuits/papers": (10965, 8500),
     "hooks": (3934, 2600),
     "tests": (32378, 20000),
 }
