@@ -38,8 +38,8 @@ STANDARD = {
 OwnScore = Callable[[Float[Tensor, "target head pos"], pd.DataFrame], Float[Tensor, "target head"]]
 """A metric of attention of your own. It takes the attention of some targets, each from the position that predicts it,
 and their rows of `Prompts.targets`, with their index; and returns a number for each target and head, NaN where there is
-nothing to measure. Attention sums to 1 over the columns of `Prompts.tokens`, and is 0 at padding. Each head is to be
-measured by itself: the attention averaged over a layer's heads comes as a single head."""
+nothing to measure. Attention is on the model's device, sums to 1 over the columns of `Prompts.tokens`, and is 0 at
+padding. Each head is to be measured by itself: the attention averaged over a layer's heads comes as a single head."""
 
 _NUMBERS_AT_ONCE = 2**22
 """Attention probabilities in a chunk of a batch: so many are copied and masked at a time."""
