@@ -31,7 +31,7 @@ from align_circuits.tables.tables import Table
 
 RESULTS = Path("docs/results")
 
-CODE = ("align_circuits", "benchmarks/validation")
+CODE = ("align_circuits", "benchmarks/beyond", "benchmarks/validation")
 """Where claims stand."""
 
 LIKE = 0.75
