@@ -49,7 +49,7 @@ def test_a_result_shows_itself(small):
     assert sets.to_dict("records") == [of_set]
     words = re.sub(r"\s+", " ", re.sub("<.*?>", "", judged._repr_html_()))
     assert words.startswith(intact) and words.endswith(
-        "Caveat: A &lt; B. The whole result in words: print(found.summary), with 2 more caveats."
+        "Caveat: A &lt; B. .summary has the whole result in words, with 2 more caveats."
     )
     page = none._repr_html_()
     assert f"No head passes every test. {intact}" in page and "A &lt; B." in page and "<table" not in page
