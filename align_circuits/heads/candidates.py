@@ -17,6 +17,9 @@ from align_circuits.tables.intervals import benjamini_hochberg, p_above_zero
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import Task
 
+UNNAMEABLE = "No head can be named"
+"""How a note begins that says that the prompts allow no name."""
+
 ALIGNERS = ("align_query", "align_key")
 """The roles that follow an alignment."""
 
@@ -121,14 +124,14 @@ def limits(
 ) -> tuple[str, ...]:
     """Returns what cannot be established for these roles on the prompts that test, in sentences."""
     notes = [
-        f"No head can be named for {role}: the prompts have no relation of that name."
+        f"{UNNAMEABLE} for {role}: the prompts have no relation of that name."
         for role in task.roles
         if role not in prompts.relations
     ]
     if hopeless:
         allowed = " and ".join(f"{role} ({p:.2g})" for role, p in hopeless.items())
         notes.append(
-            f"No head can be named for {allowed}: in brackets the smallest p-value that these prompts allow, which is "
+            f"{UNNAMEABLE} for {allowed}: in brackets the smallest p-value that these prompts allow, which is "
             f"above {fdr:g}. Take more prompts or candidates."
         )
     not_tested = [role for role in roles if role not in (*ALIGNERS, "previous")]

@@ -9,7 +9,7 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
-from align_circuits.heads.candidates import ALIGNERS
+from align_circuits.heads.candidates import ALIGNERS, UNNAMEABLE
 from align_circuits.heads.evidence import Evidence
 from align_circuits.heads.heads_without_role import UnnamedHead
 from align_circuits.heads.interchange_interventions import interchange_verdicts
@@ -180,8 +180,8 @@ class Localization:
     def caveat_sentences(self) -> list[str]:
         """What to bear in mind, a sentence for each, the gravest first.
 
-        Effects that mean nothing, heads that fail the control, heads that are many, large effects without a role, heads
-        that almost pass, redundant heads, what the task cannot tell.
+        Roles that the prompts allow no name for, effects that mean nothing, heads that fail the control, heads that are
+        many, large effects without a role, heads that almost pass, redundant heads, what the task cannot tell.
         """
         diffuse = [
             f"Aligned but diffuse ({role}): {describe(heads)} pass every other test with less than "
@@ -189,14 +189,16 @@ class Localization:
             for role, heads in self.diffuse_aligners.items()
             if heads
         ]
+        unnameable = [note for note in self.task.notes if note.startswith(UNNAMEABLE)]
         return [
+            *unnameable,
             *(f"{warning[0].upper()}{warning[1:]}." for warning in self.warnings),
             *control_sentences(self),
             *share_sentences(self.verdicts),
             *unnamed_sentences(self.unnamed, self.named_heads),
             *diffuse,
             *redundant_sentences(self.redundant),
-            *self.task.notes,
+            *(note for note in self.task.notes if note not in unnameable),
         ]
 
 

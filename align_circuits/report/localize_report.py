@@ -151,7 +151,8 @@ def _section(heading: str, content: Content | Sequence[Content], **values: Any) 
 def headline_of(localization: Localization) -> str:
     """Returns what was found, whether the model needs it, how sure that is, and the gravest caveat, in sentences."""
     caveats = localization.caveat_sentences
-    grave, others = (caveats[:1], []) if localization.warnings else ([], caveats[:1])  # else all else means little
+    first = localization.warnings or not localization.named_heads  # what explains that, or makes all else mean little
+    grave, others = (caveats[:1], []) if first else ([], caveats[:1])
     return " ".join([*grave, _found(localization) or localization.answer, *others])
 
 
