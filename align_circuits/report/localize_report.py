@@ -117,7 +117,7 @@ def _sections(localization: Localization) -> Iterator[Section]:
     if localization.unnamed:
         yield _section("Heads that were not named", unnamed_table(localization), share=LARGE_EFFECT)
     if localization.redundant:
-        yield _section("Heads that stand in for each other", redundant_table(localization))
+        yield _section("Redundant heads", redundant_table(localization))
     if heads:  # else all is said by the accuracy at the top
         yield _section("Accuracy without them", drawn["ablation"])
     if localization.verdicts:

@@ -22,13 +22,13 @@ def warnings_of(frame: Any) -> Iterator[str]:
     for metric, runs in _by_metric(frame):
         if {CLEAN, CHANCE} <= runs.keys() and runs[CLEAN]["low"] <= runs[CHANCE]["value"]:
             yield (
-                f"{metric} on the clean prompts is {_shown(runs[CLEAN])}, no better than a guess "
+                f"on the clean prompts {metric} is {_shown(runs[CLEAN])}, no better than a guess "
                 f"({runs[CHANCE]['value']:.3g}): the model does not solve these prompts, so effects on {metric} do not "
                 "show how it would"
             )
         if GAP in runs and not is_apart(runs[GAP]):
             yield (
-                f"{metric} on clean and on corrupted prompts differs by {_shown(runs[GAP])}, which may be 0: these "
+                f"between clean and corrupted prompts {metric} differs by {_shown(runs[GAP])}, which may be 0: these "
                 "prompts do not show that the corruption changes it, so its effects are not normalised"
             )
 

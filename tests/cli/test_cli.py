@@ -289,7 +289,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
     written = {path.name for path in (tmp_path / "first").iterdir()}
     tables = {"table.csv", "patching_effects", "ablation_effects", "set_ablations", "interchanges"}
     assert written == tables | {"report.html", "provenance.json"}
-    assert "Heads that stand in for each other" not in (tmp_path / "first" / "report.html").read_text()
+    assert "Redundant heads" not in (tmp_path / "first" / "report.html").read_text()
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
     assert "same: all " in capsys.readouterr().out
 
@@ -299,7 +299,7 @@ def test_localize_reports_heads_that_stand_in_for_each_other(tmp_path):
     arguments = ["--n", "12", "--x-len", "3", "--n-examples", "2", "--n-controls", "0", "--redundant"]
     assert main(["localize", "--model", "planted", *arguments, "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert "Heads that stand in for each other" in page and "named alone" in page
+    assert "Redundant heads" in page and "named alone" in page
 
 
 def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path, capsys):

@@ -292,10 +292,13 @@ def test_effects_without_a_meaning_are_noted():
     guessing = with_baselines("denoise", [-4.0, -3.9, -4.1, -4.2, -3.8, -4.0], [-4.1, -3.8, -4.0, -4.3, -3.9, -4.0])
     assert len(guessing.warnings) == 2
     assert re.match(
-        r"log_prob on the clean prompts is -4\S* \[.*\], no better than a guess \(-4\):", guessing.warnings[0]
+        r"on the clean prompts log_prob is -4\S* \[.*\], no better than a guess \(-4\):", guessing.warnings[0]
     )
-    assert re.match(r"log_prob on clean and on corrupted prompts differs by .*, which may be 0:", guessing.warnings[1])
-    assert str(guessing).count("Note: log_prob on") == guessing._repr_html_().count("Note: log_prob on") == 2
+    assert re.match(
+        r"between clean and corrupted prompts log_prob differs by .*, which may be 0:", guessing.warnings[1]
+    )
+    notes = [len(re.findall("Note: (on|between) ", shown)) for shown in (str(guessing), guessing._repr_html_())]
+    assert notes == [2, 2]
     normalized: Any = guessing.normalized().frame
     assert normalized[["value", "low", "high"]].isna().all(axis=None)
 
