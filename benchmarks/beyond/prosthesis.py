@@ -34,7 +34,7 @@ from align_circuits.models.protocol import model_identity
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.tuned_models import FRESH, SMOKE_TASK, SMOLLM2_TASK, TASK, loaded
 from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study, seed_dots
-from align_circuits.papers.statistics import Statistic, as_rows, grouped_over_seeds, statistic
+from align_circuits.papers.statistics import Statistic, as_rows, grouped_over_seeds, measured, statistic
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.edited_runs import replaying
@@ -304,15 +304,16 @@ def _summarize(config: Prostheses, rows: Rows) -> pd.DataFrame:
 
 # Numbers of each seed of prompts
 
-_ACCURACY = statistic(lambda table: _by_seed(table).to_numpy(float)).at(metric="accuracy")
-_PAIR = _ACCURACY.at(part="pair")
-_UNTUNED = _PAIR.at(of=UNTUNED)
-_WHOLE = _PAIR.at(of=TUNED) - _UNTUNED
-
 
 def _by_seed(table: Table) -> Any:
     frame: Any = table.frame
     return frame.groupby("seed")["value"].mean()
+
+
+_ACCURACY = statistic(lambda table: _by_seed(table).to_numpy(float)).at(metric="accuracy")
+_PAIR = _ACCURACY.at(part="pair")
+_UNTUNED = _PAIR.at(of=UNTUNED)
+_WHOLE = _PAIR.at(of=TUNED) - _UNTUNED
 
 
 def _other_alone(side: str) -> Statistic:
@@ -383,6 +384,21 @@ def of_single_head(side: str, quantile: float) -> Statistic:
         return np.array([rise.loc[heads[int(quantile * (len(heads) - 1))], seed] for seed, heads in ranked.items()])
 
     return _of_tuning(statistic(gain))
+
+
+def overview(table: Table) -> pd.DataFrame:
+    """Returns what was brought back by what was clamped, as shares of what tuning gains with their intervals."""
+    clamped = {
+        "both sides": GOLD,
+        **{f"{side} side alone": f"{side} side alone" for side in ROLES},
+        "both sides, wrong order": WRONG,
+        "other heads with the same scores": MATCHED,
+        "random other heads": RANDOM,
+    }
+    accuracy = {"untuned": _UNTUNED, "tuned": _PAIR.at(of=TUNED)}
+    shares = {name: share(_PAIR.at(of=of)) for name, of in clamped.items()}
+    numbers = {f"accuracy, {name}": of for name, of in accuracy.items()} | shares
+    return pd.DataFrame({name: [str(measured(of(table)))] for name, of in numbers.items()}).T
 
 
 # What is claimed

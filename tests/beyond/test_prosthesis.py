@@ -14,8 +14,10 @@ from align_circuits.beyond.prosthesis import (
     GOLD,
     KEY,
     LOOKUP,
+    MATCHED,
     METRICS,
     QUERY,
+    RANDOM,
     TUNED,
     UNTUNED,
     WRONG,
@@ -27,6 +29,7 @@ from align_circuits.beyond.prosthesis import (
     matched,
     measure_pairs,
     of_single_head,
+    overview,
     rank_of_layers,
     restored,
     share,
@@ -130,6 +133,7 @@ def table_of_shares() -> Any:
     """Two seeds of prompts, three layers of two heads, and two tuned seeds."""
     accuracy = {"metric": "accuracy", "part": "pair"}
     pairs = {UNTUNED: (0.2, 0.4), TUNED: (1.0, 0.8), GOLD: (0.8, 0.6), f"{KEY} side alone": (0.3, 0.5)}
+    pairs |= dict.fromkeys((f"{QUERY} side alone", WRONG, MATCHED, RANDOM), (0.2, 0.7))
     rows: list[dict[str, Any]] = [
         {**accuracy, "of": of, "seed": seed, "prompt": prompt, "value": value + (-0.1, 0.1)[prompt]}
         for of, values in pairs.items()
@@ -167,6 +171,14 @@ def test_shares_ranks_and_depths_by_hand():
     # Seed 1 likes L0H0 best and seed 0 L1H0, which are tested on each other.
     np.testing.assert_allclose(of_single_head(QUERY, 1.0)(table), [0, 0], atol=1e-12)
     np.testing.assert_allclose(of_single_head(QUERY, 0.5)(table), [0.1 / 0.6, 0.1 / 0.6])
+
+
+def test_the_overview_tells_shares_of_what_tuning_gains():
+    shown: Any = overview(table_of_shares())[0]
+    assert shown["accuracy, untuned"].startswith("0.30 [") and shown["accuracy, tuned"].startswith("0.90 [")
+    assert shown["both sides"].startswith("0.67 [")
+    assert shown["key side alone"] == "0.17 [no interval]"  # both seeds gain .1 of .6
+    assert len(shown) == 8 and shown["random other heads"].startswith("0.25 [")
 
 
 def statistic_of(of: str) -> Any:

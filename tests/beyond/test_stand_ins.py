@@ -2,12 +2,23 @@
 
 from typing import Any
 
+import pandas as pd
 import pytest
 from measured import table_of
 
 from align_circuits.beyond import stand_ins
-from align_circuits.beyond.prosthesis import GOLD, KEY, QUERY, RANDOM, ROLES, WRONG, drawn
-from align_circuits.beyond.stand_ins import BLIND, INTACT, STAND_INS, aligners_of, best_stand_in, stood_in, with_blind
+from align_circuits.beyond.prosthesis import GOLD, KEY, LOOKUP, QUERY, RANDOM, ROLES, WRONG, drawn
+from align_circuits.beyond.stand_ins import (
+    BLIND,
+    INTACT,
+    STAND_INS,
+    aligners_of,
+    best_stand_in,
+    by_layer,
+    rank_of_layers,
+    stood_in,
+    with_blind,
+)
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -59,11 +70,35 @@ def test_a_stand_in_has_no_aligner_and_is_chosen_by_the_other_seeds():
     assert best_stand_in("layers", QUERY)(table).tolist() == [0.2, 0.1]  # layer 1 by seed 1, layer 2 by seed 0
 
 
+def test_single_heads_by_layer_and_the_ranks_of_other_tuned_seeds():
+    values = {(0, 0): (0.9, 0.8), (0, 1): (0.1, 0.3), (1, 0): (0.5, 0.3), (1, 1): (0.4, 0.6), (3, 0): (0.2, 0.2)}
+    rows: list[dict[str, Any]] = [
+        {
+            "part": "heads",
+            "seed": seed,
+            "layer": layer,
+            "head": head,
+            "value": value,
+            "own": float((layer, head) == (0, 0)),
+        }
+        for (layer, head), of_seeds in values.items()
+        for seed, value in enumerate(of_seeds)
+    ]
+    tuned = [{"part": "aligner", "side": side, "layer": layer} for side, layer in ((QUERY, 1), (QUERY, 3), (LOOKUP, 0))]
+    heads = table_of(rows, side=QUERY, metric="accuracy").frame
+    table = table_of(pd.concat([heads, pd.DataFrame(tuned)]))
+    assert by_layer(table).to_dict() == {0: 0.2, 1: 0.5, 3: 0.2}  # without the aligner L0H0
+    assert rank_of_layers(QUERY)(table).tolist() == [1, 0]
+    assert rank_of_layers(LOOKUP)(table).tolist() == [0]
+    assert best_stand_in("heads", QUERY, 0.5)(table).tolist() == [0.2, 0.2]  # layer 3 of 0 to 3
+    assert best_stand_in("heads", QUERY, 0, 0.5)(table).tolist() == [0.4, 0.3]  # L1H0 by seed 0, L1H1 by seed 1
+
+
 def test_without_an_aligner_the_best_head_is_one():
     table = table_of({"layer": [0, 0, 1], "head": [0, 1, 0], "value": [0.2, 0.7, 0.1]})
     assert aligners_of(table.frame) == [(0, 1)]
     assert aligners_of(table.frame.assign(value=[0.8, 0.75, 0.74])) == [(0, 0), (0, 1)]
-    assert len(STAND_INS.check(table_of_claims())) == 7
+    assert len(STAND_INS.check(table_of_claims())) == 9
 
 
 def table_of_claims() -> Any:
