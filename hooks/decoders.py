@@ -15,7 +15,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from align_circuits.hooks.attention import AttentionFunction, raw_attention, why_not_fast
-from align_circuits.hooks.compat import architectures, attention_functions, bridges, stored_weights, unhooked, user_code
+from align_circuits.hooks.compat import (
+    architectures,
+    attention_functions,
+    bridges,
+    rotary_embeddings,
+    stored_weights,
+    unhooked,
+    user_code,
+)
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import modules_in
 from align_circuits.hooks.names import Site, name_of
@@ -131,7 +139,7 @@ def why_no_decoder(model: HookedModel) -> str | None:
         return model.why_no_decoder()
     if reason := why_not_fast(model):
         return reason
-    if architectures.rotating_by_length(modules_in(model)):
+    if rotary_embeddings.rotating_by_length(modules_in(model)):
         return "its rotary embeddings depend on the length of the prompt, of which replay drops the end"
     if changed_module := user_code.type_with_own_forward(model):
         return f"the forward pass of a {changed_module} is not that of transformers, which replay would pass by"
@@ -170,7 +178,7 @@ class _BridgeDecoder:
         return unhooked.embed(self.bridge, tokens, positions)
 
     def rotation(self, residual: Tensor, positions: Tensor) -> Rotation | None:
-        return unhooked.rotation(self.bridge, residual, positions)
+        return rotary_embeddings.rotation(self.bridge, residual, positions)
 
     def attend(
         self,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from align_circuits.hooks.compat import architectures, bridges, fused_projections, model_state, user_code
+from align_circuits.hooks.compat import bridges, fused_projections, model_state, rotary_embeddings, user_code
 from align_circuits.tables.calls import Call
 from align_circuits.tables.tables import Table
 
@@ -67,8 +67,8 @@ def leaves_as_found(function: Function) -> Function:
                                 "TransformerLens computes what it does by itself: give model.add_hook a function for "
                                 "a hook point instead"
                             )
-                        for rotary in architectures.rotating_by_length(modules):
-                            architectures.rotate_by_prompt(rotary)
+                        for rotary in rotary_embeddings.rotating_by_length(modules):
+                            rotary_embeddings.rotate_by_prompt(rotary)
                         signals.open = True
                         result = function(*args, **kwargs)
                         failed = False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from align_circuits.hooks.compat import gguf, stored_weights
+from align_circuits.hooks.compat import gguf_metadata, stored_weights
 from align_circuits.models.folder_checks import check_counts, check_memory, memory_of, one_line, outline_of
 
 _BLOCK = r"(attn_norm|attn_q|attn_k|attn_v|attn_output|ffn_norm|ffn_gate|ffn_up|ffn_down)\.weight"
@@ -130,13 +130,13 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     older = "gpt-2" if metadata["general.architecture"] == "gpt2" else None  # files from before the key existed
     splits = metadata.get("tokenizer.ggml.pre", older)
     by_bytes = metadata["tokenizer.ggml.model"] == "gpt2"
-    if by_bytes and splits not in GPT2_PRE_TOKENIZERS and splits not in gguf.gguf_pre_tokenizers():
+    if by_bytes and splits not in GPT2_PRE_TOKENIZERS and splits not in gguf_metadata.gguf_pre_tokenizers():
         raise ValueError(
             f"the tokenizer in {str(path)!r} splits text in a way that transformers does not know ({splits}), and "
             "would read it as other tokens: give tokenizer=, the model's Hugging Face tokenizer or a folder with it"
         )
     try:
-        return gguf.gguf_tokenizer(path, digits_apart=by_bytes and splits == "smollm")
+        return gguf_metadata.gguf_tokenizer(path, digits_apart=by_bytes and splits == "smollm")
     except Exception as error:  # whoever reads a garbled file fails in its own way
         raise _broken(path, error) from error
 
@@ -160,7 +160,7 @@ def _header(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise ImportError("reading a GGUF file needs the package gguf, which is not installed: pip install gguf")
     try:
         _check_counts(path)
-        return gguf.gguf_header(path)
+        return gguf_metadata.gguf_header(path)
     except Exception as error:  # whoever reads a garbled file fails in its own way
         raise _broken(path, error) from error
 

@@ -14,10 +14,10 @@ from transformers.pytorch_utils import Conv1D
 
 from align_circuits.hooks.attention import why_not_plain
 from align_circuits.hooks.compat import (
-    architectures,
     attention_functions,
     bridges,
     fused_projections,
+    rotary_embeddings,
     stored_weights,
     user_code,
 )
@@ -66,8 +66,8 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
     bridges.strip_bridge(model)
     if attention_functions.has_fused_attention(bridge):
         model.set_attn_implementation("sdpa")
-    for rotary in architectures.rotating_by_length([*model.modules()]):
-        architectures.rotate_by_prompt(rotary)
+    for rotary in rotary_embeddings.rotating_by_length([*model.modules()]):
+        rotary_embeddings.rotate_by_prompt(rotary)
     model.name_or_path = _name_of(bridge)
     return model
 

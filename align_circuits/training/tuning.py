@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from align_circuits.checks import checked
 from align_circuits.hooks.attention import AttentionParts, take_parts, why_not_fast
-from align_circuits.hooks.compat import adapters, architectures, bridges
+from align_circuits.hooks.compat import adapters, architectures, bridges, rotary_embeddings
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 from align_circuits.jobs.code_versions import code_version
@@ -540,7 +540,7 @@ class _TuningData:
 
 def _rotates_by_length(model: HookedModel) -> bool:
     """Whether angles depend on the length of a prompt, so that its end counts, from which nothing is predicted."""
-    return bool(architectures.rotating_by_length(modules_in(model)))
+    return bool(rotary_embeddings.rotating_by_length(modules_in(model)))
 
 
 def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...], *, skips: bool = False) -> Float[Tensor, ""]:

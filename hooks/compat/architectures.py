@@ -1,12 +1,12 @@
-"""What the decoders of transformers do differently: scales, norms, rotary embeddings, keywords."""
+"""What the decoders of transformers do differently: scales, norms, keywords."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from align_circuits.hooks.compat.bridges import component, is_bridge, wrapped
 
@@ -54,42 +54,6 @@ def norms_heads_together(bridge: Any, layer: int, site: str) -> bool:
     norm, width = getattr(attention, f"{site}_norm", None), getattr(attention, "head_dim", 0)
     weight = getattr(component(norm), "weight", None) if norm is not None else None
     return weight is not None and weight.ndim == 1 and len(weight) > width > 0
-
-
-def rotating_by_length(modules: Iterable[nn.Module]) -> list[Any]:
-    """Returns the rotary embeddings whose angles depend on the longest prompt of a batch ("longrope").
-
-    "dynamic" ones do so beyond a model's context alone, which no prompt may exceed.
-    """
-
-    def by_length(module: nn.Module) -> bool:
-        kinds = vars(module).get("rope_type")
-        return "longrope" in (kinds.values() if isinstance(kinds, dict) else [kinds])
-
-    return [module for module in modules if by_length(module)]
-
-
-def rotate_by_prompt(rotary: Any) -> None:
-    """Makes such an embedding rotate every prompt as alone, until its `forward` is put back.
-
-    Left to itself transformers rotates all prompts of a batch by the factors of the longest.
-    """
-    vars(rotary)["forward"] = partial(_rotated_by_prompt, rotary.forward)  # which may be accelerate's
-
-
-def _rotated_by_prompt(
-    rotated: Callable[..., Any], residual: Tensor, position_ids: Tensor, *args: Any, **options: Any
-) -> Any:
-    """Cosines and sines `[prompt pos d]` of prompts with different lengths."""
-    lengths = position_ids.amax(-1)
-    angles: list[Tensor] = []
-    for length in lengths.unique():
-        of_length = lengths == length
-        some_angles = rotated(residual, position_ids[of_length], *args, **options)
-        angles = angles or [some.new_empty(len(lengths), *some.shape[1:]) for some in some_angles]
-        for every, some in zip(angles, some_angles, strict=True):
-            every[of_length] = some
-    return tuple(angles)
 
 
 def skip_unread(model: Any) -> bool:

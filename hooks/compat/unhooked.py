@@ -20,12 +20,6 @@ def embed(bridge: Any, tokens: Tensor, positions: Tensor) -> Tensor:
     return residual
 
 
-def rotation(bridge: Any, residual: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Returns cosines and sines of rotary embeddings, which a bridge's layers share; None where a model has none."""
-    rotary = getattr(bridge, "rotary_emb", None)
-    return None if rotary is None else component(rotary)(residual, positions)
-
-
 def unembed(bridge: Any, residual: Tensor) -> Tensor:
     """Returns logits from the last residual stream, without hooks, on the device of the first layer."""
     norm = component(bridge.ln_final)
