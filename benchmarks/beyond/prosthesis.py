@@ -343,11 +343,15 @@ def in_layers(side: str, first: float, last: float) -> Statistic:
 
 
 def last_layer(table: Table, side: str) -> Float[ndarray, " seed"]:
-    """Returns the last layer in which one side brings back half of what it does in the best layer, in each seed."""
+    """Returns the last layer in which one side brings back half of what it does in the best layer, in each seed.
+
+    NaN where no layer brings anything back.
+    """
     layers: Any = table.where(part="layers", side=side, of=GOLD, metric="accuracy").frame
     wide = layers.pivot(index="layer", columns="seed", values="value").sort_index()
     rise = wide - _other_alone(side)(table)
-    return np.array([rise.index[rise[seed] >= rise[seed].max() / 2][-1] for seed in rise], float)
+    helps = (rise > 0) & (rise >= rise.max() / 2)
+    return helps.mul(helps.index, axis=0).max().where(helps.any()).to_numpy(float)
 
 
 def rank_of_layers(side: str, of: str) -> Statistic:
@@ -467,7 +471,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
         frame: Any = table.where(part=part, metric="accuracy").frame
         return frame.assign(value=(frame["value"] - untuned) / whole)
 
-    value = "share of what<br>tuning gains"
+    value = "share of the gain"
     grid = shares("grid").groupby(["key_layer", "query_layer"])["value"].mean().unstack("query_layer")
     layers = {
         f"{side} side (the other in its chosen layer)": grouped_over_seeds(of_side, ["of", "layer"])

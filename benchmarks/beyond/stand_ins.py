@@ -270,15 +270,24 @@ def _check(table: Table) -> list[Claim]:
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     accuracy: Any = table.where(metric="accuracy").frame
-    layers = accuracy[accuracy["part"] == "layers"].assign(low=np.nan, high=np.nan)
-    panels = {f"{side} side": grouped_over_seeds(of, ["of", "layer"]) for side, of in layers.groupby("side")}
-    heads = accuracy[(accuracy["part"] == "heads")].groupby(["layer", "head"])["value"].mean().unstack("head")
+    layers = accuracy[accuracy["part"] == "layers"].assign(clamped="all heads of a layer")
+    heads = accuracy[accuracy["part"] == "heads"]
+    others = _stand_ins(table.where(part="heads", side=QUERY, metric="accuracy"), "heads").mean(axis=1)
+    best = others.groupby("layer").idxmax()
+    single = heads[pd.MultiIndex.from_frame(heads[["layer", "head"]]).isin([*best])]
+    shown = pd.concat([layers, single.assign(clamped="its best single head that is no aligner")])
+    panels = {f"{side} side": grouped_over_seeds(of, ["clamped", "layer"]) for side, of in shown.groupby("side")}
+    figure: Any = plots.curves(panels, "layer", "clamped", "layer", value="first letters")
+    frame: Any = table.frame
+    for layer in frame.loc[(frame["part"] == "aligner") & (frame["side"] == QUERY), "layer"].unique():
+        figure.add_vline(x=layer, line={"dash": "dot", "width": 1}, row=1, col=2)
+    grid = heads.groupby(["layer", "head"])["value"].mean().unstack("head")
     states = accuracy[accuracy["part"] == "aligners"].groupby(["side", "of", "seed"], sort=False, as_index=False)
     states = states["value"].mean().assign(low=np.nan, high=np.nan)
     return {
-        "layers on gold, aligners blind": plots.curves(panels, "layer", "of", "layer", value="first letters"),
+        "others on gold, aligners blind": figure,
         "single heads on gold, aligners blind": plots.accuracy_grids(
-            {"query side": heads.rename(index=int, columns=int)}, x="head", y="layer", value="first letters"
+            {"query side": grid.rename(index=int, columns=int)}, x="head", y="layer", value="first letters"
         ),
         **{f"{side} side": seed_dots(of, "of", "first letters") for side, of in states.groupby("side")},
     }
