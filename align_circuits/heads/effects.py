@@ -13,7 +13,7 @@ from align_circuits.hooks.edits import Ablate, Patch
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.baselines import baselines_of, other_run
+from align_circuits.run.baselines import SHARES, baselines_of, other_run
 from align_circuits.run.first_order import first_order_effects
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, means_by_prompt
@@ -97,7 +97,11 @@ def effects_table(
         estimated, estimate = keys["estimated"].to_numpy(), estimates.reshape(means.shape)
         means[estimated] = estimate[estimated]
         weights[estimated & np.isnan(estimate).all(1)] = 0  # a metric without a gradient rests on no target
-    return Table.from_prompts(keys, means, weights, provenance, bounded=False, group=targets.prompts.group)
+    shares = keys["metric"].isin(SHARES).to_numpy()
+    if estimates is not None:
+        shares = shares & ~keys["estimated"].to_numpy()  # an estimate has no bounds
+    group = targets.prompts.group
+    return Table.from_prompts(keys, means, weights, provenance, bounded=False, changes=shares, group=group)
 
 
 def check_screen(share: float | None, sites: Sequence[str] = ("z",)) -> None:

@@ -75,6 +75,8 @@ def baseline_table(
     values = np.concatenate([*means.values()])
     known = ~np.isnan(values).all(1)
     frame: Any = pd.concat([keys.assign(run=run) for run in means], ignore_index=True)[["run", *keys]][known]
-    bounded = frame["metric"].isin(SHARES) & frame["run"].isin([CLEAN, CORRUPTED])
+    shares = frame["metric"].isin(SHARES).to_numpy()
+    bounded, changes = shares & frame["run"].isin([CLEAN, CORRUPTED]), shares & (frame["run"] == GAP)
     weights = np.tile(weights, (len(means), 1))[known]
-    return Table.from_prompts(frame, values[known], weights, provenance, bounded=bounded.to_numpy(), group=group)
+    kinds: Any = {"bounded": bounded.to_numpy(), "changes": changes.to_numpy()}
+    return Table.from_prompts(frame, values[known], weights, provenance, **kinds, group=group)

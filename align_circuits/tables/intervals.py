@@ -122,6 +122,20 @@ def proportion(
     return _betting_low(values, weights, low), 1 - _betting_low(1 - values, weights, 1 - high)
 
 
+def proportion_change(
+    values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]
+) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
+    """Returns an interval of mean changes of a proportion, in [-1, 1]: that of `proportion` for (1 + change)/2.
+
+    So it stays inside, and is exact where a proportion changes alike in all prompts or in none, as accuracy often does:
+    there `mean_interval` has no spread to judge by.
+
+    Args and errors as in `proportion`, of changes in [-1, 1].
+    """
+    low, high = proportion((1 + values) / 2, weights)
+    return 2 * low - 1, 2 * high - 1
+
+
 def betting_interval(
     values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:

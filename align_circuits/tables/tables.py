@@ -85,6 +85,7 @@ class Table:
         provenance: Provenance,
         *,
         bounded: Bool[ndarray, " row"] | bool = True,
+        changes: Bool[ndarray, " row"] | bool = False,
         group: Any = None,
     ) -> "Table":
         """Makes a table of means over prompts with 95% intervals.
@@ -94,7 +95,9 @@ class Table:
             values: Each row's mean in each prompt; anything where the weight is 0.
             weights: How much it weighs: the number of its targets.
             provenance: Where the values came from.
-            bounded: Which rows lie in [0, 1] and get `stats.proportion`'s interval; others get `stats.mean_interval`'s.
+            bounded: Which rows lie in [0, 1] and get `stats.proportion`'s interval.
+            changes: Which others are changes of such rows, in [-1, 1], and get `stats.proportion_change`'s. The rest
+                get `stats.mean_interval`'s.
             group: `Prompts.group`, an integer for each prompt; related prompts have the same. Values and intervals are
                 then those of groups.
         """
@@ -102,7 +105,9 @@ class Table:
             values, weights = stats.by_group(values, weights, np.asarray(group))
         low, high = np.full((2, len(values)), np.nan)
         # A share that is 1 in every prompt has no spread, but an exact bound; other metrics have no bound.
-        for rows, interval in ((bounded, stats.proportion), (np.logical_not(bounded), stats.mean_interval)):
+        rest = ~(np.broadcast_to(bounded, len(values)) | changes)
+        of_rows = (bounded, stats.proportion), (changes, stats.proportion_change), (rest, stats.mean_interval)
+        for rows, interval in of_rows:
             rows = np.broadcast_to(rows, len(values))
             low[rows], high[rows] = interval(values[rows], weights[rows])
         frame = keys.reset_index(drop=True).assign(

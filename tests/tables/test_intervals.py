@@ -293,6 +293,19 @@ def test_values_near_a_bound_and_rarely_far_from_it_are_covered(n, a, b):
     assert 0.925 <= ((low <= a / (a + b)) & (a / (a + b) <= high)).mean() <= 0.975
 
 
+@pytest.mark.parametrize("n", [4, 12, 24])
+@pytest.mark.parametrize(
+    "lost_same_won", [(0, 0.2, 0.8), (0, 0.97, 0.03), (0.05, 0.9, 0.05), (0.02, 0.08, 0.9), (0.5, 0, 0.5)]
+)
+def test_changes_of_accuracy_are_covered_where_most_prompts_change_alike(n, lost_same_won):
+    """2,000 experiments each: Student's interval, corrected for skew, covers .12 to .93 of some, and leaves [-1, 1]."""
+    truth = lost_same_won[2] - lost_same_won[0]
+    values = np.random.default_rng(4).choice([-1.0, 0.0, 1.0], p=lost_same_won, size=(2000, n))
+    low, high = stats.proportion_change(values, np.ones((2000, n)))
+    assert ((low <= truth) & (truth <= high)).mean() >= 0.94
+    assert ((low >= -1) & (low <= values.mean(1) + 1e-12) & (values.mean(1) - 1e-12 <= high) & (high <= 1)).all()
+
+
 @pytest.mark.parametrize("n", [16, 64])
 @pytest.mark.parametrize("of", ["share", "effect", "difference", "ratio"])
 def test_prompts_of_very_different_weight_are_covered(n, of):
