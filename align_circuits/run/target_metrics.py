@@ -399,9 +399,10 @@ def wrong_tokens(targets: pd.DataFrame, d_vocab: int) -> Int[Tensor, " target"]:
     wrong = numbers.to_numpy(dtype=float, na_value=np.nan)
     if not (known := (wrong >= 0) & (wrong < d_vocab) & (wrong % 1 == 0)).all():
         raise ValueError(
-            f"the column {WRONG!r} of the targets holds {column.to_numpy()[~known][0]}: give a token id from 0 "
-            f"to {d_vocab - 1} for each target, or leave those without a wrong answer out, such as later tokens of "
-            "answers: prompts.select_targets('first')"
+            f"the column {WRONG!r} of the targets holds {column.to_numpy()[~known][0]} in prompt "
+            f"{targets['prompt'].to_numpy()[~known][0]} (counted from 0): give a token id from 0 to {d_vocab - 1} for "
+            "each target. Where an answer has several tokens, only the first has a wrong one: give answers of one "
+            "token, or compare first tokens, prompts.select_targets('first')"
         )
     return torch.from_numpy(wrong.astype(np.int64))
 

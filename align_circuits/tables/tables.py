@@ -158,7 +158,9 @@ class Table:
     def remarks(self) -> list[str]:
         """What is shown below the rows: of rows left out, the baselines of each metric, and the warnings."""
         left_out = len(self) - len(self._shown)
-        lines = [f"Note: rows of some targets that are all targets are not shown ({left_out})."] * bool(left_out)
+        lines = [
+            f"Note: {left_out} rows are not shown: they are about part of the targets, and equal those about all."
+        ] * bool(left_out)
         lines += [] if self.baselines is None else baselines.described(self._own_baselines.frame)
         return [*lines, *(f"Note: {warning}." for warning in self.warnings)]
 
@@ -286,14 +288,16 @@ class Table:
         return [(int(layer), int(head)) for layer, head in zip(self.frame["layer"], self.frame["head"], strict=True)]
 
     @checked
-    def top(self, metric: str, n: int = 5, *, by: Literal["highest", "lowest", "absolute"] | None = None) -> "Table":
+    def top(
+        self, metric: str | None = None, n: int = 5, *, by: Literal["highest", "lowest", "absolute"] | None = None
+    ) -> "Table":
         """Returns the `n` rows of a metric that matter most, in order; rows without a value are left out.
 
         They are rows of heads if the metric has any, else of layers, else of edges; and those over all targets, where
         no kind of targets was chosen (`of_all_targets`).
 
         Args:
-            metric: Which to rank by.
+            metric: Which to rank by; may be left out where the table has one.
             n: How many rows at most.
             by: What comes first: the `"highest"` value, the `"lowest"`, or the largest `"absolute"` one. By default
                 the end that matters: the lowest for what ablation or noise takes away, and for p values; the highest
@@ -306,6 +310,10 @@ class Table:
         """
         if by not in (None, "highest", "lowest", "absolute"):
             raise ValueError(f"by={by!r}: choose 'highest', 'lowest' or 'absolute', or leave it out")
+        if metric is None:
+            metric, *others = dict.fromkeys(self.frame["metric"]) or ("",)
+            if others:
+                raise ValueError(f"this table has the metrics {metric}, {', '.join(others)}: name one, top({metric!r})")
         table, part_keys = self.where(metric=metric).of_all_targets()._parts()
         table.check_not_mixed()
         table._check_one_row(part_keys)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, get_args
 
 import torch
 
+from align_circuits.checks import WrongArgument
 from align_circuits.prompts.prompts import Prompts
 
 TOKEN_ROLES: Mapping[str, str] = {
@@ -88,7 +89,7 @@ class Task(ABC):
 
 
 def sampled(task: Task, n: int, tokenizer: Any, seed: int) -> Prompts:
-    """Returns what a task samples, or raises a `TypeError` if that is no prompts."""
+    """Returns what a task samples, or raises a `WrongArgument` if that is no prompts."""
     prompts = task.sample(n, tokenizer, seed=seed)
     _check_made(task, "sample", prompts)
     return prompts
@@ -96,7 +97,7 @@ def sampled(task: Task, n: int, tokenizer: Any, seed: int) -> Prompts:
 
 def _check_made(task: Task, method: str, prompts: Any) -> None:
     if not isinstance(prompts, Prompts):
-        raise TypeError(
+        raise WrongArgument(
             f"{type(task).__name__}.{method} returned a {type(prompts).__name__}: return Prompts, such as those of "
             "Prompts.from_texts, from_pairs or from_tokens"
         )

@@ -451,7 +451,8 @@ def test_a_logit_difference_needs_a_wrong_token_of_each_target(model, halves, wr
     targets = halves[0].targets.assign(**{WRONG: pd.Series([11, 12, wrong], dtype=object)})
     prompts = replace(halves[0], targets=targets)
     for measure in (partial(ac.evaluate, metrics=["logit_diff"]), partial(dla, metric="logit_diff")):
-        refused(f"'wrong' of the targets holds {wrong}: give a token id from 0 to 63", measure, model, prompts)
+        message = rf"'wrong' of the targets holds {wrong} in prompt \d \(counted from 0\): give a token id from 0 to 63"
+        refused(message, measure, model, prompts)
     ac.evaluate(model, prompts, metrics=["log_prob"])
 
 

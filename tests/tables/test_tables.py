@@ -114,6 +114,9 @@ def test_top_ranks_single_heads():
     best = table(values).top("a", 9)
     assert best.frame[["layer", "head"]].to_numpy().tolist() == [[0, 1], [1, 0], [0, 0]]
     assert best.values is not None and best.values[0, 0] == 0.4
+    one = table(values).where(metric="a")
+    assert one.top(n=2).frame.equals(one.top("a", 2).frame)
+    refused(r"this table has the metrics a, b.*: name one, top\('a'\)", table(values).top)
 
 
 def effects(verb: str, level: str = "head", **keys: Any) -> Table:
@@ -307,7 +310,7 @@ def test_rows_of_some_targets_that_are_all_targets_are_not_shown():
     keys = {"metric": "a", "kind": ["all", "first", "all", "all"], "offset": [None, None, 0, 1]}
     for n, shown in [([6, 6, 6, 6], 1), ([6, 3, 3, 3], 4), ([6, 6, 3, 3], 3)]:
         table = Table(pd.DataFrame(keys).assign(value=0.5, low=0.4, high=0.6, n=n), Provenance("made"))
-        note = f"Note: rows of some targets that are all targets are not shown ({4 - shown})."
+        note = f"Note: {4 - shown} rows are not shown: they are about part of the targets, and equal those about all."
         assert len(pd.read_html(StringIO(table._repr_html_()))[0]) == shown
         assert (note in str(table)) == (note in table._repr_html_()) == (shown < 4) and len(table.frame) == 4
         assert "Note" not in str(table.where(kind="first")), "rows of all are no longer beside them"
