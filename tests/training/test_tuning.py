@@ -514,7 +514,7 @@ def test_a_run_on_own_prompts_goes_on_only_with_them(llama, char_tokenizer, tmp_
     assert OwnPrompts(other).split(0)[1].prompts.digest == held_out.prompts.digest, "only what is learned differs"
     for changed, roles in ((other, None), (prompts, ["previous"])):
         refused("holds another run", run, llama, changed, roles=roles, out=tmp_path / "stopped")
-    monkeypatch.setattr("align_circuits.jobs.jobs.versions", lambda: {"torch": "another"})
+    monkeypatch.setattr("align_circuits.jobs.code_versions.versions", lambda: {"torch": "another"})
     refused(r"holds another run \(recipe.code was '\w+', now '\w+'\)", run, llama, prompts, out=tmp_path / "stopped")
 
 
