@@ -6,8 +6,10 @@ from typing import Any
 from align_circuits.cli.folders import Results
 from align_circuits.cli.sweep_verb import SweepVerb
 from align_circuits.cli.verb import head_value
+from align_circuits.heads.candidates import hopeless_notes
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.permutation_tests import smallest_p_values
+from align_circuits.heads.thresholds import Thresholds
 from align_circuits.report.localize_report import baselines_in_words, headline_of, save_localization
 from align_circuits.tasks.own_prompts import as_task, first_half
 
@@ -38,6 +40,9 @@ class Localize(SweepVerb):
             "smallest p-values that these allow: " + ", ".join(f"{role} {p:.2g}" for role, p in limits.items()),
             flush=True,
         )
+        fdr = Thresholds().fdr
+        for note in hopeless_notes(tested, {role: p for role, p in limits.items() if p > fdr}, fdr):
+            print(note, flush=True)  # before the run, which takes minutes
         asked: dict[str, Any] = {
             "n_controls": self.n_controls,
             "minimal_sets": self.minimal_sets,

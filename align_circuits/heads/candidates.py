@@ -119,6 +119,27 @@ def out_of_reach(prompts: Prompts, roles: Sequence[str], fdr: float) -> dict[str
     return {role: p for role, p in smallest_p_values(prompts, roles).items() if p > fdr}
 
 
+def hopeless_notes(prompts: Prompts, hopeless: Mapping[str, float], fdr: float) -> list[str]:
+    """Returns for which roles the prompts allow no name, whatever a head does, and what to do; nothing without such.
+
+    Args:
+        prompts: Those that test.
+        hopeless: The smallest p-value that they allow, of roles where that is above `fdr`.
+        fdr: The largest share of false names.
+    """
+    if not hopeless:
+        return []
+    allowed = " and ".join(f"{role} ({p:.2g})" for role, p in hopeless.items())
+    relations = {role: prompts.relations[role] for role in hopeless}
+    in_order = [role for role, relation in relations.items() if relation.exchangeable and fixed_rank(relation)]
+    remedies = [f"Vary the order of the candidates of {' and '.join(in_order)}."] * bool(in_order)
+    remedies += ["Take more prompts or candidates."] * (len(in_order) < len(hopeless))
+    return [
+        f"{UNNAMEABLE} for {allowed}: in brackets the smallest p-value that these prompts allow, which is above "
+        f"{fdr:g}. {' '.join(remedies)}"
+    ]
+
+
 def limits(
     task: Task, prompts: Prompts, roles: Sequence[str], hopeless: Mapping[str, float], fdr: float
 ) -> tuple[str, ...]:
@@ -128,12 +149,7 @@ def limits(
         for role in task.roles
         if role not in prompts.relations
     ]
-    if hopeless:
-        allowed = " and ".join(f"{role} ({p:.2g})" for role, p in hopeless.items())
-        notes.append(
-            f"{UNNAMEABLE} for {allowed}: in brackets the smallest p-value that these prompts allow, which is "
-            f"above {fdr:g}. Take more prompts or candidates."
-        )
+    notes += hopeless_notes(prompts, hopeless, fdr)
     not_tested = [role for role in roles if role not in (*ALIGNERS, "previous")]
     by_position = [role for role in not_tested if not redraws_tokens(prompts, role)]
     if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:

@@ -120,6 +120,7 @@ def test_a_role_without_small_p_values_is_told_in_one_line_and_its_heads_are_not
         found = ac.localize(model, prompts, roles=["own"], thresholds=limits, n_controls=0)
         told = "No head can be named for own (0.5): in brackets the smallest p-value that these prompts allow"
         assert found.summary.count("can be named for own") == found.summary.count(told) == hopeless
+        assert ("Vary the order of the candidates of own." in found.summary) == hopeless
         assert any(each.high for each in found.unnamed) == (not hopeless)
         assert ("Nearest" in found.answer) == (not hopeless)
 
