@@ -186,7 +186,7 @@ def test_a_wrong_answer_of_another_length_is_compared_at_the_first_token():
     np.testing.assert_array_equal(prompts.targets[WRONG], [c, np.nan, a, b, a])
     first = prompts.select_targets("first")
     np.testing.assert_array_equal(wrong_tokens(first.targets, 64), [c, a, b])
-    with pytest.raises(ValueError, match=r"holds nan: .* prompts.select_targets\('first'\)"):
+    with pytest.raises(ValueError, match=r"holds nan in prompt 0 .* prompts.select_targets\('first'\)"):
         wrong_tokens(prompts.targets, 64)
     model = ac.load("toy-llama")
     assert "logit_diff" in set(ac.evaluate(model, first).frame["metric"])
