@@ -306,6 +306,17 @@ def test_changes_of_accuracy_are_covered_where_most_prompts_change_alike(n, lost
     assert ((low >= -1) & (low <= values.mean(1) + 1e-12) & (values.mean(1) - 1e-12 <= high) & (high <= 1)).all()
 
 
+def test_student_s_interval_does_not_cover_changes_of_accuracy():
+    """What the change log says; and the two examples of `docs/intervals.md`."""
+    values = np.random.default_rng(4).choice([0.0, 1.0], p=[0.97, 0.03], size=(2000, 4))
+    low, high = stats.mean_interval(values, np.ones((2000, 4)))
+    assert ((low <= 0.03) & (high >= 0.03)).mean() < 0.15
+    for changes, ends in (([0.0] * 12, (-0.26, 0.26)), ([1.0] * 10 + [0.0] * 2, (0.42, 0.97))):
+        np.testing.assert_allclose(
+            np.ravel(stats.proportion_change(np.array([changes]), np.ones((1, 12)))), ends, atol=5e-3
+        )
+
+
 @pytest.mark.parametrize("n", [16, 64])
 @pytest.mark.parametrize("of", ["share", "effect", "difference", "ratio"])
 def test_prompts_of_very_different_weight_are_covered(n, of):
