@@ -445,6 +445,24 @@ def test_ensembles(override):
     alike(*found)
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="a pretended GPU captures nothing")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[:2], ids=["adamw", "sgd"])
+def test_a_graph_trains_as_launches_do(optimizer):
+    config = TrainConfig(6, lr=0.01, log_every=2, clip=None, **optimizer)
+    found = []
+    for how in ({}, {"graph": True, "ahead": 2}):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)).to("cuda")
+        found.append(quiet(model, sample, loss, config, **how))
+    same = [run.model[0].weight.detach().cpu() for run in found]
+    torch.testing.assert_close(*same)
+    alike(*(run.log for run in found))
+    with pytest.raises(ValueError, match="after"):
+        quiet(
+            model, lambda step, seed: {"x": torch.ones(step, 8), "y": [torch.ones(step, 8)]}, loss, config, graph=True
+        )
+
+
 # On two devices
 
 

@@ -49,9 +49,10 @@ from align_circuits.report import plots
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
 
-Scale = Literal["smoke", "cpu", "paper", "paper-s20", "smollm2"]
-"""`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting; `smollm2` is made
-for the model of that name, a pretrained Llama, and takes hours on two cores."""
+Scale = Literal["smoke", "cpu", "paper", "paper-cells", "paper-s20", "smollm2"]
+"""`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting, `paper-cells`
+that of the conditions of a large grid that its claims speak of; `smollm2` is made for the model of that name, a
+pretrained Llama, and takes hours on two cores."""
 
 SCALES: tuple[Scale, ...] = ("smoke", "cpu", "paper")
 """Those that every experiment has."""

@@ -2,8 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -143,6 +145,8 @@ def train(
     metrics: Callable[[nn.Module, int], Mapping[str, float]] | None = None,
     recipe: Mapping[str, Any] | None = None,
     progress: bool = True,
+    graph: bool = False,
+    ahead: int = 0,
 ) -> TrainRun:
     """Trains a model in place; with `out`, goes on from the checkpoint in that folder.
 
@@ -165,20 +169,35 @@ def train(
         recipe: Whatever else defines the run (data, loss, the model's seed), as JSON; a folder of another recipe is
             refused.
         progress: Whether to draw a progress bar.
+        graph: Whether a CUDA graph replays the forward and backward pass; pays for small models, which a GPU runs in
+            less time than Python asks for it. The model must be on a GPU, all batches of one shape, and `loss` may
+            neither wait for the GPU nor change anything but the gradients.
+        ahead: How many batches threads draw while the model trains, where `sample` may run in several threads.
 
     Raises:
-        ValueError: Nothing to train; or `out` cannot be written, is in use, holds a broken checkpoint, or one of
-            another config, seed, recipe or model.
+        ValueError: Nothing to train; `graph` without a GPU; or `out` cannot be written, is in use, holds a broken
+            checkpoint, or one of another config, seed, recipe or model.
         FloatingPointError: A loss or gradient that is not finite; the model stays as the step before left it.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained:
         raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
     device = next(iter(trained.values())).device
+    if graph and device.type != "cuda":
+        raise ValueError(f"graph=True, but the model is on {str(device)!r}: a CUDA graph needs an NVIDIA GPU")
     optimizers = _optimizers(model, trained, config)
     network = cast(nn.Module, torch.compile(model)) if config.compile else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
+    def backward(batch: Any) -> Float[Tensor, ""]:
+        with autocast:
+            value = loss(network, batch)
+        for parameter in trained.values():
+            parameter.grad = None
+        value.backward()
+        return value.detach()
+
+    run = _Graph(backward) if graph else backward
     alone = one_thread_at_a_time(lambda: [*bridges.parts_of(model), torch.default_generator])
     with alone, ExitStack() as stack:
         first_step, log = 0, []
@@ -197,22 +216,20 @@ def train(
             tqdm(total=config.steps, initial=max(0, first_step - 1), disable=None if progress else True, unit="step")
         )
 
+        steps = range(max(1, first_step), config.steps + 1)
+        batches = stack.enter_context(closing(_batches(sample, seed, steps, ahead)))
         for step in range(first_step, config.steps + 1):
-            batch_seed, model_seed, metrics_seed = _seeds(seed, step)
+            _, model_seed, metrics_seed = _seeds(seed, step)
             if step > 0:
-                batch = _to(device, sample(step, batch_seed))
+                batch = _to(device, next(batches))
                 _reseed(device, model_seed)
-                with autocast:
-                    value = loss(network, batch)
-                for parameter in trained.values():
-                    parameter.grad = None
-                value.backward()
+                value = run(batch)
                 gradients = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
                 total = nn.utils.get_total_norm(gradients)
                 if config.clip is not None:
                     nn.utils.clip_grads_with_norm_(trained.values(), config.clip, total)
                 # Both in one transfer: on a GPU every one waits for all work before it.
-                loss_value, grad_norm = torch.stack([value.detach().double(), total.double()]).tolist()
+                loss_value, grad_norm = torch.stack([value.double(), total.double()]).tolist()
                 # Before the optimiser's step, which would write NaN into every weight and moment.
                 if not math.isfinite(loss_value + grad_norm):
                     raise FloatingPointError(
@@ -248,6 +265,67 @@ def train(
                 state = _state(model, trained, optimizers)
                 save_checkpoint(folder, settings, Checkpoint(step, loss_sum, log, state))
     return TrainRun(model, pd.DataFrame(log), folder)
+
+
+class _Graph:
+    """A computation on a GPU: captured at its first call, replayed at all others on the inputs of the call.
+
+    What it returns, and the gradients that it leaves, lie in the same memory after every call.
+    """
+
+    def __init__(self, compute: Callable[[Any], Tensor]):
+        self._compute, self._graph = compute, None
+
+    def __call__(self, batch: Any) -> Tensor:
+        if self._graph is None:
+            self._inputs = batch
+            # Libraries allocate and choose kernels at the first calls, which a capture does not allow.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self._compute(self._inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._output = self._compute(self._inputs)
+        _copy(batch, self._inputs)
+        self._graph.replay()
+        return self._output
+
+
+def _copy(source: Any, target: Any) -> None:
+    """Writes the tensors of a batch into those of another of the same structure."""
+    if isinstance(source, Tensor):
+        if source.shape != target.shape:
+            raise ValueError(
+                f"a batch of shape {tuple(source.shape)} after {tuple(target.shape)}: graph=True needs one"
+            )
+        target.copy_(source)
+    elif isinstance(source, Mapping):
+        for key, value in source.items():
+            _copy(value, target[key])
+    elif isinstance(source, tuple | list):
+        for one, other in zip(source, target, strict=True):
+            _copy(one, other)
+
+
+def _batches(sample: Callable[[int, int], Any], seed: int, steps: range, ahead: int) -> Iterator[Any]:
+    """The batches of these steps in order, `ahead` of them drawn by threads before they are asked for."""
+    if not ahead:
+        yield from (sample(step, _seeds(seed, step)[0]) for step in steps)
+        return
+    pool = ThreadPoolExecutor(ahead)
+    try:
+        drawn: deque[Future[Any]] = deque()
+        for step in steps:
+            drawn.append(pool.submit(sample, step, _seeds(seed, step)[0]))
+            if len(drawn) > ahead:
+                yield drawn.popleft().result()
+        while drawn:
+            yield drawn.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _optimizers(model: nn.Module, trained: Mapping[str, nn.Parameter], config: TrainConfig) -> dict[str, Optimizer]:

@@ -230,3 +230,26 @@ def test_unknown_names_are_refused(name, value, message):
     config = TrainConfig(5)
     object.__setattr__(config, name, value)  # annotations unchecked
     refused(message, config.__post_init__)
+
+
+def test_batches_drawn_ahead_are_the_same(tmp_path):
+    config = TrainConfig(steps=7, log_every=2)
+    plain, ahead = network(), network()
+    quiet(plain, sample, loss, config)
+    quiet(ahead, sample, loss, replace(config, steps=7), ahead=3, out=tmp_path)
+    assert same_weights(plain, ahead)
+
+
+def test_an_error_in_a_batch_drawn_ahead_is_raised():
+    def fails(step, seed):
+        if step == 3:
+            raise OSError("no such file")
+        return sample(step, seed)
+
+    with pytest.raises(OSError, match="no such file"):
+        quiet(network(), fails, loss, TrainConfig(steps=7), ahead=3)
+
+
+def test_a_graph_needs_a_gpu():
+    with pytest.raises(ValueError, match="the model is on 'cpu'"):
+        quiet(network(), sample, loss, TrainConfig(steps=1), graph=True)

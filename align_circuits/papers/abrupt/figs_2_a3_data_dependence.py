@@ -97,6 +97,8 @@ def _grid(
     noises: Sequence[float],
     zipfs: Sequence[float],
     skewed: int,
+    *,
+    together: int | None = None,
     **model: str,
 ) -> Grid:
     base = {"n_classes": size.task.n_classes, "burst": 1, "noise": size.task.noise, "zipf": 0.0}
@@ -107,7 +109,7 @@ def _grid(
         *({"n_classes": skewed, "zipf": zipf} for zipf in zipfs),
     ]
     conditions = [base | change | model for change in changes]
-    return Grid(size, [each for place, each in enumerate(conditions) if each not in conditions[:place]])
+    return Grid(size, [each for place, each in enumerate(conditions) if each not in conditions[:place]], together)
 
 
 def _study(name: str, paper: Size, **model: str) -> Study:
@@ -115,11 +117,14 @@ def _study(name: str, paper: Size, **model: str) -> Study:
     powers = [2**power for power in range(7, 12)]
     noises = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
     zipfs = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
+    base = paper.task.n_classes
+    cells = (sorted({powers[0], base, powers[-1]}), (0, 1, 2), (0.1, 0.4, 1.6, 6.4), (0.0, 0.5, 1.0, 1.5, 1.75), base)
     return grid_study(
         name,
         _grid(SMOKE, (8, 16), (0, 1, 2), (0.1, 1.0), (0.0, 1.0, 1.5), 16, **model),
         _grid(cpu, (32, 128, 512), (0, 1, 2), (0.1, 0.4, 0.8, 1.6), (0.0, 0.5, 1.0, 1.5), 512, **model),
-        _grid(replace(paper, log_every=15_000), powers, (0, 1, 2, 4), noises, zipfs, paper.task.n_classes, **model),
+        _grid(replace(paper, log_every=15_000), powers, (0, 1, 2, 4), noises, zipfs, base, **model),
+        paper_cells=_grid(replace(paper, log_every=5000), *cells, together=6, **model),
     )
 
 

@@ -72,12 +72,14 @@ def attention_on_the_way(size: Size, task: ExemplarTask, transition: float) -> l
     seed = size.first_seed
     device = chosen_device(None)
     worlds = Worlds([task], [seed], device)
-    found = []
+    net: Any = network(size, task, "network", [seed]).to(device)  # alone it is the first member of the ensemble
+    found, done = [], 0
     for stop in sorted({min(size.steps, round(share * transition)) for share in SHARES}):
-        net: Any = network(size, task, "network", [seed]).to(device)  # alone it is the first member of the ensemble
         if stop:
-            train = replace(size.train, steps=stop, log_every=stop)
-            train_on_exemplars(net, worlds, train, batch_size=size.batch_size, probe=size.probe, progress=False)
+            train = replace(size.train, steps=stop - done, log_every=size.steps)
+            how: Any = {"batch_size": size.batch_size, "probe": size.probe, "progress": False}
+            train_on_exemplars(net, worlds, train, after=done, **how)
+            done = stop
         _, cache = net.run_with_cache(worlds.batch(0, 1, "icl").inputs)
         for layer, queries in ((0, range(task.length)), (1, [task.length - 1])):
             pattern: Tensor = cache[name_of("pattern", layer)][0, 0]

@@ -1,5 +1,6 @@
 """Networks trained on a grid of conditions: conditions and seeds of one shape as one ensemble."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from align_circuits.papers.abrupt.models import (
     InductionHeadConfig,
 )
 from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, measure
-from align_circuits.papers.abrupt.task import Exemplars, ExemplarTask, Worlds
+from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
 from align_circuits.papers.lab import Inputs, Measurement, Study, on_one_thread, training_folder
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
@@ -35,6 +36,9 @@ the control."""
 
 NETWORK = {"model": "network", "intervention": "nothing", "hidden_layers": 3}
 """What a condition may change beside the task, with its default: the full network, under no intervention."""
+
+DRAWN_BY_A_THREAD = 6
+"""Members whose batches one thread draws about as fast as a GPU trains them."""
 
 SOURCE = "Reddy (2024)"
 LEARNED = 0.9
@@ -82,8 +86,8 @@ class Size:
         return cls(**{**values, "task": ExemplarTask(**values["task"])})
 
 
-PAPER = Size(ExemplarTask(), steps=150_000)
-"""Reddy (2024), §2."""
+PAPER = Size(ExemplarTask(), steps=150_000, first_seed=100)
+"""Reddy (2024), §2. Trainings of seeds 0 to 5 were looked at before they were finished."""
 
 CPU = Size(
     ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16),
@@ -119,6 +123,8 @@ class Grid:
     size: Size
     conditions: Sequence[Mapping[str, Any]]
     """What each changes of the base task and of `NETWORK`. The key columns of the table are whatever any changes."""
+    together: int | None = None
+    """At most how many conditions are one ensemble, since one process draws all its batches; None: any number."""
 
     def ensembles(self) -> list[dict[str, Any]]:
         """Returns what `trained_ensemble` takes for each group of conditions of one shape, as JSON.
@@ -127,7 +133,7 @@ class Grid:
         reduced models carry no position.
         """
         columns = list(dict.fromkeys(name for condition in self.conditions for name in condition))
-        groups: dict[tuple, dict[str, Any]] = {}
+        groups: dict[tuple, list[dict[str, Any]]] = {}
         for condition in self.conditions:
             values: dict[str, Any] = asdict(self.size.task) | NETWORK | dict(condition)
             keys = {name: values[name] for name in columns}
@@ -135,16 +141,18 @@ class Grid:
             if kind["model"] != "network":
                 values["n_positions"] = 0
             task = ExemplarTask(**values)
-            group = {"size": asdict(self.size), "tasks": [], "keys": [], **kind}
-            group = groups.setdefault((task.n_labels, task.n_pairs, *kind.values()), group)
-            group["tasks"].append(asdict(task))
-            group["keys"].append(keys)
-        return list(groups.values())
+            alike = groups.setdefault((task.n_labels, task.n_pairs, *kind.values()), [])
+            if not alike or len(alike[-1]["tasks"]) == self.together:
+                alike.append({"size": asdict(self.size), "tasks": [], "keys": [], **kind})
+            alike[-1]["tasks"].append(asdict(task))
+            alike[-1]["keys"].append(keys)
+        return [group for alike in groups.values() for group in alike]
 
 
-def grid_study(name: str, smoke: Grid, cpu: Grid, paper: Grid) -> Study:
-    """Returns the study that trains a grid and keeps its curves."""
-    return Study(name, {"smoke": smoke, "cpu": cpu, "paper": paper}, train=training_jobs)
+def grid_study(name: str, smoke: Grid, cpu: Grid, paper: Grid, **others: Grid) -> Study:
+    """Returns the study that trains a grid and keeps its curves; `others` are more scales, `_` for `-` in names."""
+    scales: Any = {name.replace("_", "-"): grid for name, grid in others.items()}
+    return Study(name, {"smoke": smoke, "cpu": cpu, "paper": paper, **scales}, train=training_jobs)
 
 
 def training_jobs(grid: Grid, inputs: Inputs) -> list[Measurement]:
@@ -215,6 +223,7 @@ def train_on_exemplars(
     device: str | torch.device | None = None,
     out: str | Path | None = None,
     recipe: Mapping[str, Any] | None = None,
+    after: int = 0,
     progress: bool = True,
 ) -> Table:
     """Trains all members of an ensemble at once, each on the sequences of its world, as it would train alone.
@@ -232,6 +241,8 @@ def train_on_exemplars(
         device: Where to move the ensemble and train it; by default it stays where it is. Batches are made there.
         out: The folder for checkpoints and log; a killed run goes on.
         recipe: Whatever else defines the run, such as the name of the intervention.
+        after: How many steps the ensemble was trained for before: its next sequences are those of the step after them.
+            Plain SGD at a constant rate then goes on as if it had never stopped.
         progress: Whether to draw a progress bar.
 
     Returns:
@@ -252,10 +263,11 @@ def train_on_exemplars(
     worlds = worlds.to(next(net.parameters()).device)
     evaluation = Evaluation.of(worlds, probe)
 
-    def loss(model: Any, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
-        with net.hooks(fwd_hooks=list(intervention(Exemplars(**batch)))) if intervention else nullcontext():
-            logits = model.logits(batch["inputs"])
-        summed = nn.functional.cross_entropy(logits.flatten(0, 1), batch["label"].flatten(), reduction="sum")
+    def loss(model: Any, numbers: dict[str, Tensor]) -> Float[Tensor, ""]:
+        batch = worlds.sequences(numbers)
+        with net.hooks(fwd_hooks=list(intervention(batch))) if intervention else nullcontext():
+            logits = model.logits(batch.inputs)
+        summed = nn.functional.cross_entropy(logits.flatten(0, 1), batch.label.flatten(), reduction="sum")
         return summed / batch_size
 
     def metrics(model: Any, _: int) -> dict[str, float]:
@@ -267,16 +279,20 @@ def train_on_exemplars(
         "seeds": list(worlds.seeds),
         "batch_size": batch_size,
         "probe": probe,
+        **({"after": after} if after else {}),
     }
+    on_gpu = next(net.parameters()).device.type == "cuda"
     log = train(
         net,
-        lambda step, _: vars(worlds.batch(step, batch_size)),
+        lambda step, _: worlds.numbers(after + step, batch_size),
         loss,
         config,
         out=out,
         metrics=metrics,
         recipe={"net_seeds": list(net.seeds)} | settings | dict(recipe or {}),
         progress=progress,
+        graph=on_gpu,
+        ahead=on_gpu * math.ceil(len(net) / DRAWN_BY_A_THREAD),
     ).log
     curves = [
         pd.DataFrame(

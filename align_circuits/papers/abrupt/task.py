@@ -1,7 +1,7 @@
 """The task: items and labels in alternation, a classification that can be learned in weights or in context."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
@@ -254,12 +254,48 @@ class Worlds:
         Raises:
             ValueError: An unknown kind.
         """
+        return self.sequences(self.numbers(step, n, kind), kind)
+
+    def numbers(self, step: int, n: int, kind: str = "train") -> dict[str, Tensor]:
+        """Draws all that is random in a batch, on the CPU; `sequences` does the rest, on the worlds' device.
+
+        Returns:
+            `uniform`, `[member prompt number]` in float64, and where a member needs them `noise`, `[member prompt item
+            d_content]`, and the means of novel classes, `novel`, `[member prompt pair d_content]`. Each member's come
+            from its own generator.
+
+        Raises:
+            ValueError: An unknown kind.
+        """
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: choose one of {', '.join(KINDS)}")
+        tasks = [_as_kind(task, kind) for task in self.tasks]
+        shape, scale = self.shape, self.shape.d_content**-0.5
+        size = (len(self), n, 3 + shape.n_labels + 2 * shape.n_pairs + 1)
+        numbers = {"uniform": torch.empty(size, dtype=torch.float64)}
+        if any(task.noise for task in tasks):
+            numbers["noise"] = torch.zeros(len(self), n, shape.n_pairs + 1, shape.d_content)
+        if any(task.p_context for task in tasks):
+            numbers["novel"] = torch.zeros(len(self), n, shape.n_pairs, shape.d_content)
+        for member, (task, seed) in enumerate(zip(tasks, self.seeds, strict=True)):
+            generator = _generator(seed, "batch", kind, step)
+            numbers["uniform"][member].uniform_(generator=generator)
+            if task.noise:
+                numbers["noise"][member].normal_(0, scale, generator=generator)
+            if task.p_context:
+                numbers["novel"][member].normal_(0, scale, generator=generator)
+        return numbers
+
+    def sequences(self, numbers: Mapping[str, Tensor], kind: str = "train") -> Exemplars:
+        """Returns the sequences that the `numbers` of that kind stand for."""
         shape = self.shape
         pairs, n_labels = shape.n_pairs, shape.n_labels
         tasks = [_as_kind(task, kind) for task in self.tasks]
-        uniform, noise, novel = self._draw(step, n, kind, tasks)
+        uniform = numbers["uniform"].to(self._device)
+        noise, novel = (
+            numbers[name].to(self._device, self._dtype) if name in numbers else None for name in ("noise", "novel")
+        )
+        n = uniform.shape[1]
         parts = uniform.split([1, 1, 1, n_labels, pairs + 1, pairs], dim=-1)
         u_context, u_bursty, u_offset, u_label, u_class, u_order = parts
 
@@ -300,10 +336,10 @@ class Worlds:
         with_target = torch.cat([shuffled, torch.full_like(shuffled[..., :1], pairs)], -1)
         slots = torch.cat([slot.gather(2, shuffled), torch.zeros_like(slot[..., :1])], -1)
         content = self._means[self._member, known.gather(2, with_target)]
-        if any(task.p_context for task in tasks):
+        if novel is not None:
             sequence = torch.arange(n, device=self._device)[:, None]
             content = torch.where(context[..., None], novel[self._member, sequence, slots], content)
-        if any(task.noise for task in tasks):
+        if noise is not None:
             epsilon = of_task("noise", self._dtype)[..., None]
             content = content.addcmul(noise, epsilon).mul_((1 + epsilon**2).rsqrt())
         tokens = content.new_zeros(len(self), n, shape.length, shape.d_in)
@@ -315,22 +351,6 @@ class Worlds:
             tokens.scatter_(-1, at[..., None], 1.0)
         rank = self._ranks[self._member[..., 0], known[..., -1]]
         return Exemplars(tokens, label[..., -1], named, same, torch.where(context[..., 0], -1, rank))
-
-    def _draw(self, step: int, n: int, kind: str, tasks: Sequence[ExemplarTask]) -> tuple[Tensor, Tensor, Tensor]:
-        """Uniform numbers, the noise of the items, the means of novel classes; each member's from its own generator."""
-        shape, scale = self.shape, self.shape.d_content**-0.5
-        numbers = 3 + shape.n_labels + 2 * shape.n_pairs + 1
-        uniform = torch.empty(len(self), n, numbers, dtype=torch.float64)
-        noise = torch.zeros(len(self), n, shape.n_pairs + 1, shape.d_content)
-        novel = torch.zeros_like(noise[:, :, 1:])
-        for member, (task, seed) in enumerate(zip(tasks, self.seeds, strict=True)):
-            generator = _generator(seed, "batch", kind, step)
-            uniform[member].uniform_(generator=generator)
-            if task.noise:
-                noise[member].normal_(0, scale, generator=generator)
-            if task.p_context:
-                novel[member].normal_(0, scale, generator=generator)
-        return uniform.to(self._device), noise.to(self._device, self._dtype), novel.to(self._device, self._dtype)
 
 
 def _as_kind(task: ExemplarTask, kind: str) -> ExemplarTask:

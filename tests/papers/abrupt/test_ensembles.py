@@ -108,7 +108,7 @@ def test_reduced_heads_train_as_alone(dtype, near):
 
 def test_a_killed_ensemble_goes_on_where_it_was(tmp_path, monkeypatch):
     net, table = trained(TASKS, SEEDS, torch.float32)
-    original, calls = Worlds.batch, []
+    original, calls = Worlds.numbers, []
 
     def dies(self, step, n, kind="train"):
         if kind == "train":
@@ -117,7 +117,7 @@ def test_a_killed_ensemble_goes_on_where_it_was(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
         return original(self, step, n, kind)
 
-    monkeypatch.setattr(Worlds, "batch", dies)
+    monkeypatch.setattr(Worlds, "numbers", dies)
     with pytest.raises(KeyboardInterrupt):
         trained(TASKS, SEEDS, torch.float32, out=tmp_path)
     resumed, same = trained(TASKS, SEEDS, torch.float32, out=tmp_path)
