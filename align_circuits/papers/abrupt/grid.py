@@ -291,7 +291,7 @@ def train_on_exemplars(
         metrics=metrics,
         recipe={"net_seeds": list(net.seeds)} | settings | dict(recipe or {}),
         progress=progress,
-        graph=on_gpu,
+        graph=on_gpu and intervention is None,  # interventions copy numbers from the CPU, which a graph cannot
         ahead=on_gpu * math.ceil(len(net) / DRAWN_BY_A_THREAD),
     ).log
     curves = [
