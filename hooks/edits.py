@@ -206,6 +206,7 @@ def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
     for edit in edits:
         record: dict[str, Any] = {"edit": type(edit).__name__}
         for name, value in vars(edit).items():
+            # A hook point leaves the site at its default, which then says nothing.
             if name == "site" and getattr(edit, "hook", None) is not None:
                 continue
             if name in ("site", "how", "relation", "scale"):
@@ -231,6 +232,7 @@ def _digest(value: Tensor | Mapping[str, Tensor]) -> str:
 def _columns_run(context: BatchContext | None, tokens: int) -> slice:
     """Which columns of the prompts the tokens of an activation are."""
     span = None if context is None else context.span
+    # Engines leave out columns of padding on the left, so tokens that run are the last ones.
     return slice(-tokens, None) if span is None else span
 
 
@@ -255,6 +257,7 @@ class _Activation:
     @property
     def length(self) -> int:
         """The number of tokens."""
+        # Of a pattern the queries, dimension 2; else dimension 1.
         return self.values.shape[3 - self.dim]
 
     @property

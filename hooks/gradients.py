@@ -56,9 +56,8 @@ def gradients_at(
             new = changed[name](activation) if name in changed else None
             activation_now = activation if new is None else new
             kept[name] = activation_now.clone()  # a node of its own, which is passed on
-            if (
-                not activation_now.requires_grad
-            ):  # where the graph begins: parameters may be frozen, and activations replaced
+            # The graph may begin here: parameters may be frozen, and activations replaced.
+            if not activation_now.requires_grad:
                 kept[name].requires_grad_()
             return kept[name]
 
@@ -76,11 +75,8 @@ def gradients_at(
         probes.check()
         if logits.isnan().any():
             padded = not bool(mask.all()) and logits.dtype == torch.float64
-            remedy = (
-                "take prompts of one length in float64"
-                if padded
-                else "its weights are broken, or its dtype is too narrow"
-            )
+            broken = "its weights are broken, or its dtype is too narrow"
+            remedy = "take prompts of one length in float64" if padded else broken
             raise ValueError(f"the model's logits are NaN: {remedy}")
         activations = [kept[name] for name in names]
         scalars = scalar(logits)

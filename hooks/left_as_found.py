@@ -196,6 +196,7 @@ def _filters_kept() -> Iterator[None]:
         yield
     finally:
         with _turns:
+            # A slice: in a process that was forked meanwhile the list is empty.
             del _filters_then[-1:]
             if not _filters_then:
                 restore()

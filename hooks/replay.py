@@ -249,6 +249,7 @@ class Replay:
             self.start,
             {name_of("resid_pre", 0): residual},
             self.past,
+            # No logits: this run is never read, only replayed.
             residual.new_empty(len(tokens), len(queries), 0),
         )
 

@@ -63,6 +63,7 @@ def save_checkpoint(folder: Path, settings: Mapping[str, Any], checkpoint: Check
     with replacing(folder / "log.csv") as path:
         pd.DataFrame(checkpoint.log).to_csv(path, index=False, na_rep="nan")
     progress = {"step": checkpoint.step, "loss_sum": checkpoint.loss_sum, "log": checkpoint.log}
+    # safetensors refuses strided tensors.
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
     with replacing(folder / NAME) as path:
         save_file(tensors, path, {"settings": json.dumps(settings), "progress": json.dumps(progress)})
@@ -87,6 +88,7 @@ def load_checkpoint(folder: Path, settings: Mapping[str, Any]) -> Checkpoint | N
         raise ValueError(
             f"{str(path)!r} is broken or no checkpoint ({error}): delete it to start anew, or give another folder"
         ) from error
+    # By way of JSON, as the saved ones went: tuples become lists, and keys texts.
     if differences := list(_differences(saved, json.loads(json.dumps(settings)))):
         raise ValueError(
             f"{str(folder)!r} holds another run ({'; '.join(differences)}): give another folder, or delete it"

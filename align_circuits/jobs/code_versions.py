@@ -83,6 +83,7 @@ def _imports(tree: ast.Module, package: str, roots: frozenset[str]) -> Iterator[
         elif isinstance(node, ast.ImportFrom):
             base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             if base.partition(".")[0] in roots:
+                # `from a import b` may mean the module a.b or a name within a: only a look tells.
                 names = [f"{base}.{alias.name}" for alias in node.names]
                 submodules = [name for name in names if _is_module(name)]
                 yield from submodules

@@ -45,6 +45,7 @@ class ProcessExecutor(Executor):
         threads = max(1, (os.cpu_count() or 1) // processes)
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = torch.cuda.device_count()
+        # Devices that the user selected may be named by UUID, so names are passed on as they are.
         devices = [] if count < 2 else named.split(",")[:count] if named else [str(device) for device in range(count)]
         self._places = TemporaryDirectory(prefix="align-circuits-")
         # A forked process inherits torch's thread pool without its threads, and hangs on first use.
@@ -70,9 +71,11 @@ def _start_worker(threads: int, devices: list[str], processes: int, places: str)
     parent = multiprocessing.parent_process()
     assert parent is not None
     # A worker at work would outlive a parent that is killed.
+    # Not `sys.exit`, which would end only the thread.
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(threads)
     if devices:
+        # In time: CUDA reads it at its first use, which is in a job.
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[_take_place(places, processes) % len(devices)]
 
 
@@ -117,6 +120,7 @@ class SubmittedExecutor(Executor):
         call.add(fn, *args, **kwargs)
         future: Future[Any] = Future()
         with self._changed:
+            # The thread is not woken: calls that follow within `seconds` join the same array.
             self._new.append((future, call))
         return future
 
@@ -141,6 +145,7 @@ class SubmittedExecutor(Executor):
             running |= self._submit([(future, call) for future, call in new if not future.cancelled()])
             for future, job in [*running.items()]:
                 if future.cancelled():
+                    # Unchecked, since the job may have ended meanwhile.
                     job.cancel(check=False)
                     del running[future]
                 elif job.done():
@@ -199,6 +204,7 @@ def connected(
                     f"dask worker {address} --nthreads 1",
                     stacklevel=3,
                 )
+            # Of a pure function Dask would give a call with equal arguments the earlier result, a failure included.
             yield client.get_executor(pure=False)
     elif on == "slurm":
         if gpus < 0 or minutes < 1 or array < 1:

@@ -104,6 +104,7 @@ def inside(folder: str | Path, name: str) -> Path:
     Raises:
         ValueError: It leads out of the folder: by a link, or by a name such as `"../a"` from a file of others.
     """
+    # The folder itself may stand behind a link, so both are resolved.
     path, home = Path(folder) / name, os.path.realpath(folder)
     if not Path(os.path.realpath(path)).is_relative_to(home):
         raise ValueError(
@@ -127,6 +128,7 @@ def is_path(name: str | Path) -> bool:
         sizes = [len(os.fsencode(name_part)) for name_part in (text, *Path(text).parts)]
     except UnicodeEncodeError:  # half a character
         return False
+    # PATH_MAX and NAME_MAX of Linux.
     return "\0" not in text and sizes[0] < 4096 and max(sizes[1:], default=0) < 256
 
 

@@ -65,6 +65,7 @@ def replacing_in(folder: str | Path, going: Collection[str] = ()) -> Iterator[Pa
     finally:
         if new is not None:
             shutil.rmtree(new, ignore_errors=True)
+        # Innermost first, so that each is empty when its turn comes.
         for path in made_folders:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
@@ -111,9 +112,12 @@ def _finish(complete: Path) -> None:
     folder, old = complete.parent, complete / _OLD
     names = [path.name for path in complete.iterdir() if path.name not in (_OLD, _GOING)]
     entering = sorted(names, key=lambda name: (MARKS.index(name) if name in MARKS else -1, name))
+    # Once all entries have moved, a killed `rmtree` may have taken the list away.
     going = (complete / _GOING).read_text(encoding="utf-8").splitlines() if names else []
+    # A list that was tampered with leads nowhere else: only plain names count.
     for name in [*reversed(entering), *(name for name in going if Path(name).name == name)]:
         if os.path.lexists(folder / name):
+            # A new name each time: a move that goes on may put a second entry of this name aside.
             (folder / name).rename(old / f"{name}.{uuid4().hex[:8]}")
     for name in entering:
         (complete / name).rename(folder / name)

@@ -70,6 +70,7 @@ def release() -> str:
     sha = hashlib.sha256(repr([*versions().items()]).encode())
     # Some rooms of a checkout are links.
     for folder, rooms, files in os.walk(Path(__file__).parents[1], followlinks=True):
+        # In place, which tells `os.walk` the order: that of the disk differs between machines.
         rooms.sort()
         for name in sorted(files):
             if name.endswith(".py"):
@@ -101,6 +102,7 @@ class _Hashes:
             return _sha(type(value).__name__, repr(value))
         if (known := self._known.get(id(value))) is not None:
             return known[1]
+        # Found by a value that holds itself, while its parts are being hashed.
         self._known[id(value)] = value, _sha("the same, so many levels up", str(self._depth))
         self._depth += 1
         try:
@@ -114,6 +116,7 @@ class _Hashes:
         try:
             return _sha(*self._parts(value))
         except (Unidentified, TypeError, RecursionError) as error:
+            # Asked last: what holds all that tells it apart needs no text that someone must remember to change.
             text = getattr(value, "identity", None)
             if isinstance(text, str):
                 kind = value if isinstance(value, type | FunctionType) else type(value)
@@ -134,6 +137,7 @@ class _Hashes:
             yield from ("method", value.__name__, self.of(value.__self__))
         elif isinstance(value, CodeType):
             yield from self._code(value)
+        # Variables of the shell differ everywhere, and would make every result another one.
         elif value is os.environ:
             yield "environ"
         elif isinstance(value, ModuleType):
@@ -146,6 +150,7 @@ class _Hashes:
             yield from ("parameter", str(value.requires_grad), *_tensor(value))
         elif isinstance(value, np.ndarray):
             yield from ("array", str(value.dtype), str(value.shape))
+            # The bytes of an array of objects are their addresses.
             yield self.of(value.tolist()) if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
         elif isinstance(value, pd.DataFrame | pd.Series | pd.Index):
             yield from self._pandas(value)
@@ -154,6 +159,7 @@ class _Hashes:
         elif isinstance(value, list | tuple) and type(value).__module__ == "builtins":
             yield from (type(value).__name__, *map(self.of, value))
         elif isinstance(value, set | frozenset):
+            # The order of a set differs between processes.
             yield from (type(value).__name__, *sorted(map(self.of, value)))
         elif isinstance(value, Mapping) and type(value).__module__ in ("builtins", "types"):
             yield from ("mapping", *(self.of(entry) for item in value.items() for entry in item))
@@ -201,6 +207,7 @@ class _Hashes:
     def _function(self, function: FunctionType) -> Iterator[str | bytes]:
         """An installed function by its name, if that leads to it; another one by its code and what that refers to."""
         yield from ("function", function.__module__ or "", function.__qualname__)
+        # A closure or a lambda bears its module's name too, but the version does not tell what it holds.
         if _is_installed(function.__module__) and _at_its_name(function):
             yield _version(function.__module__)
             return
@@ -234,9 +241,11 @@ class _Hashes:
         return self.of(value)
 
     def _code(self, code: CodeType) -> Iterator[str | bytes]:
+        # What is imported within a function is in no `__globals__`: its code could change unseen.
         imports = [str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]
         if imported := [name for name in imports if not (name and _is_installed(name))]:
             raise Unidentified(f"the module {imported[0] or 'beside it'}, imported within a function,")
+        # Neither file name nor line numbers, which change with any line above.
         yield from ("code", code.co_code, code.co_exceptiontable, repr(code.co_names), repr(code.co_varnames))
         yield from (repr((code.co_freevars, code.co_cellvars, code.co_argcount, code.co_kwonlyargcount)),)
         yield from (str(code.co_flags), self.of(code.co_consts))
@@ -267,7 +276,9 @@ _OF_NO_EFFECT = {
 def _sha(*parts: str | bytes) -> bytes:
     sha = hashlib.sha256()
     for part in parts:
+        # Names of files may hold half characters, which plain UTF-8 refuses.
         raw = part.encode(errors="surrogatepass") if isinstance(part, str) else part
+        # With its length, or ("ab", "c") would hash as ("a", "bc").
         sha.update(len(raw).to_bytes(8, "big") + raw)
     return sha.digest()
 
@@ -276,7 +287,9 @@ def _tensor(value: Tensor) -> Iterable[str | bytes]:
     """Its shape, type, device and bytes."""
     if value.is_meta or value.layout != torch.strided:
         raise Unidentified(f"a tensor on {value.device} of layout {value.layout}")
+    # Conjugation and negation may be flags that leave the bytes as they are.
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # As bytes, since numpy has no bfloat16.
     raw = plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return ("tensor", str(value.dtype), str(tuple(value.shape)), str(value.device), raw)
 
@@ -306,6 +319,7 @@ def _globals(code: CodeType) -> Iterator[tuple[str, ...]]:
             chain = [str(instruction.argval)]
         elif chain and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             chain.append(str(instruction.argval))
+        # Python 3.11 to 3.13 put these between a name and its attributes.
         elif chain and instruction.opname not in ("CACHE", "PUSH_NULL"):
             yield tuple(chain)
             chain = []

@@ -148,6 +148,7 @@ def run_jobs(
     waiting = {path: job for path, job in paths.items() if not path.exists()}
     if paths:
         listed = {path.name: asdict(job) for path, job in paths.items()}
+        # Named by its jobs: the same run again replaces its plan, another run has its own.
         write_plan(folder / f".plan-{_digest(sorted(listed))}.json", {"jobs": listed})
     if executor is not None:
         attempts = until_done(waiting, lambda left: _attempts_on(executor, left, code_versions))
@@ -251,6 +252,7 @@ def progress_of(what: str, started: float, paths: Collection[Path], failed: Mapp
     done = {path for path in paths if path.exists()}
     running = {path for path in paths if path not in done and is_claimed(path)}
     failures = tuple(failure for path, failure in failed.items() if path not in done | running)
+    # What an earlier run has left took no time of this one.
     fresh = sum(path.stat().st_mtime >= started for path in done)
     waiting = len(paths) - len(done) - len(running) - len(failures)
     a_job = (time.time() - started) / fresh if fresh else None

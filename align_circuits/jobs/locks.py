@@ -20,6 +20,7 @@ from align_circuits.jobs.files import remove_partial, replacing, short_name, wri
 Work = TypeVar("Work")
 Outcome = TypeVar("Outcome")
 
+# Refuses a link put there between the check for one and the opening. Windows has no such flag.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 PATIENCE = 0.2
@@ -108,6 +109,7 @@ def claimed(path: Path) -> Iterator[bool]:
             yield mine
         finally:
             if mine:
+                # While it is still locked: afterwards it could be another process's.
                 _claim(path).unlink(missing_ok=True)
 
 
@@ -158,6 +160,7 @@ def until_done(
             else:
                 yield path, outcome
         work = taken
+        # A claim that is free means a file that is done, or a process that died: both are for another attempt.
         while work and all(is_claimed(path) for path in work):
             time.sleep(PATIENCE)
 

@@ -45,6 +45,7 @@ class SweepParts:
         self._folder: Path | None = None
         if folder is not None:
             rests_on = {"release": release(), "process": settings_of_the_process(), **identity}
+            # Sorted, so that the order of a caller's mapping makes no other folder.
             settings = [(key, rests_on[key]) for key in sorted(rests_on)]
             name = told(f"{what} in {str(folder)!r}", settings, otherwise="; or keep nothing")
             self._folder = shared_folder(inside(folder, name))

@@ -40,6 +40,7 @@ class Rows:
     def joined(cls, prompts: Prompts, of_pattern: Sequence[Reader], of_logits: Sequence[Reader] = ()) -> "Rows":
         """Returns the rows of several readers, each position once; every reader is called with its own row indices."""
         read = [torch.stack([prompt, query], 1) for prompt, query, _ in (*of_pattern, *of_logits)]
+        # `unique` sorts by prompt, then by query: `forward` requires rows that ascend.
         rows, inverse = torch.cat(read).unique(dim=0, return_inverse=True)
         rows_of = inverse.split([len(positions) for positions in read])
 
@@ -51,6 +52,7 @@ class Rows:
                     read(in_batch.nonzero()[:, 0], *layer, values[position])
 
         split = len(of_pattern)
+        # Columns of `rows` are strided, which `searchsorted` warns about and copies each time.
         prompt, query = rows.T.contiguous()
         return cls(
             prompts,
@@ -75,6 +77,7 @@ def forward_alike(
     shared = 0 if edits or options.engine == "reference" or why_no_decoder(model) else _shared_columns(sets)
     if not shared:
         engines = [forward(model, **vars(rows), edits=edits, options=options) for rows in sets]
+        # The engine depends on the model and the options alone, so it was the same for all sets.
         return engines[0]
     for rows in sets:
         check_fits(model, rows.prompts)
@@ -92,6 +95,7 @@ def forward_alike(
             decoder,
             batches[0].tokens[:, :start],
             batches[0].mask[:, :start],
+            # Replay needs a query. The logits of one column cost little, and nobody reads them.
             queries=torch.tensor([start - 1], device=device),
             keep=(),
             starts=[start],
@@ -114,6 +118,7 @@ def _shared_columns(sets: Sequence[Rows]) -> int:
     differs = torch.stack([rows.prompts.tokens != prompts.tokens for rows in sets]).any(0).any(0).nonzero()
     first = min(int(rows.query.min()) for rows in sets)
     shared = min(first, int(differs[0])) if len(differs) else first
+    # A prompt whose padding reached past the shared columns would have no beginning.
     pays = 2 * shared >= prompts.tokens.shape[1] and bool(prompts.mask[:, shared - 1 :].all())
     return shared if pays else 0
 

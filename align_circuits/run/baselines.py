@@ -29,6 +29,7 @@ def baselines_of(
     keys = pd.DataFrame([(kind, metric) for metric in targets.names for kind in kinds], columns=["kind", "metric"])
     means, weights = {}, np.empty(0)
     for run, values in {**runs, CHANCE: chance(targets, d_vocab)}.items():
+        # Weights count targets, so they are the same in every run.
         means[run], weights = means_by_prompt(targets.prompts, targets.prompt.numpy(), values, list(kinds.values()))
     return baseline_table(keys, means, weights, provenance, targets.prompts.group)
 
@@ -57,6 +58,7 @@ def chance(targets: TargetMetrics, d_vocab: int) -> Float[ndarray, "metric targe
     count = len(targets.token)
     correct = np.ones(count) if targets.correct is None else targets.correct.sum(1).numpy()
     accuracy = targets.targets["chance"].to_numpy(dtype=float) if "chance" in targets.targets else correct / d_vocab
+    # A guess has equal logits. `kl` is missing: what a guess gets depends on its reference.
     by_name = {"accuracy": accuracy, "log_prob": -np.log(d_vocab), "prob": 1 / d_vocab, "logit": 0.0, "logit_diff": 0.0}
     return np.stack([np.broadcast_to(by_name.get(name, np.nan), count) for name in targets.names])
 

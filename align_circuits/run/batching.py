@@ -44,6 +44,7 @@ def in_batches(
             no_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # CUDA, CPU
             if halve_to is None or tokens // 2 < halve_to or not no_memory:
                 raise
+            # For all later batches too, which would run out as well.
             tokens //= 2
         else:
             prompts = prompts[len(batch) :]
@@ -83,4 +84,5 @@ def is_padded_float64(model: Any, prompts: Prompts) -> bool:
 
 def mlp_width(config: Any) -> int:
     """Returns how wide the hidden layer of an MLP is."""
+    # Configurations without a width mostly mean GPT-2's ratio. Only estimates of memory rest on it.
     return getattr(config, "d_mlp", None) or 4 * config.d_model

@@ -106,6 +106,7 @@ def run_edited(
             raise not_fast(reason)
     hooked = set().union(*(as_hooked(changes_of(edits, model, no_prompts), model) for edits in edit_sets))
     engine = choose_engine(model, options, hooked)
+    # All edit sets run under one engine, so that their differences are effects and not rounding.
     options = replace(options, engine=engine)
     for index, edits in _with_source_values(runs, options):
         forward(
@@ -173,6 +174,7 @@ class _KeptRuns:
         Arguments as of `Replay.run`, whose `tokens`, `mask` and `queries` are `inputs`.
         """
         tokens, *others = inputs.values()
+        # `shared_runs` lets no weight change, so the object stands for its weights: to hash them would cost a run.
         alike = (id(model), tokens.shape, *((tensor.shape, tensor.cpu().numpy().tobytes()) for tensor in others))
         key = (*alike, tokens.cpu().numpy().tobytes())
         kept = self.runs.get(key)
@@ -183,6 +185,7 @@ class _KeptRuns:
         every = {name_of(site, layer) for site in sites for layer in range(model.cfg.n_layers)}
         every |= kept.kept.keys() if kept is not None else set()
         size_of_others = sum(run.size for run in self.runs.values() if run is not kept)
+        # `Replay.size` before it is known: an activation for each name, keys and values of each layer.
         expected = (len(every) + 2 * model.cfg.n_layers) * tokens.numel() * model.cfg.d_model
         if size_of_others + expected > NUMBERS_CACHED:
             return Replay.run(decoder, **inputs, keep=keep, starts=starts)
@@ -206,6 +209,7 @@ def shared_runs(model: HookedModel) -> Iterator[None]:
     Neither weights nor hooks of the model may change meanwhile; provenance names the weights as they are before.
     """
     model_provenance(model)
+    # A `with` within another one shares the runs of the outer one.
     token = _KEPT.set(_KEPT.get() or _KeptRuns())
     try:
         with adapters.merged_adapters(modules_in(model)):
@@ -333,6 +337,7 @@ def _next_names(runs: _EditedRuns, index: int) -> list[str]:
     size = 0
     for count, name in enumerate(following):
         size += mask.numel() * _width(config, name, mask.shape[1])
+        # The edit set itself needs all of its hook points, however large they are.
         if size > NUMBERS_CACHED and count >= len(runs.names[index]):
             return following[:count]
     return following

@@ -67,10 +67,7 @@ def first_order_effects(
     edited = [*dict.fromkeys(name_of(site, layer) for site, layer, _ in edits)]
     read = [name_of("pattern" if site in THROUGH_ATTENTION else site, layer) for site, layer, _ in edits]
     engine = choose_engine(model, options, [*edited, *read], by_hooks=True)
-    alike, reference = (
-        replace(options, engine=engine, cache_dir=None),
-        replace(options, engine="reference", cache_dir=None),
-    )
+    alike, reference = (replace(options, engine=name) for name in (engine, "reference"))
     queries = targets.query.unique()
     # Kinds overlap: gradients are taken once for each label of targets, and added up.
     labels, label_of = np.unique(targets.targets["kind"].to_numpy(dtype=str), return_inverse=True)
@@ -101,10 +98,12 @@ def first_order_effects(
                 after = edit_here.changes(cfg, context)[name_of(site, layer)](before)
             assert after is not None
             real = inputs[1][:, None, :, None] if by_pattern else inputs[1][:, :, None, None]
+            # Not a product with the mask: padding may hold NaN, and 0 times NaN is NaN.
             change = widened((after - before).where(real, 0))
             by_column = torch.einsum(_PRODUCTS[by_pattern], change, gradient.to(change))
             if by_pattern:  # a key head changes the patterns of all heads that share it
                 by_column = by_column.unflatten(0, (-1, shared_at(cfg, site))).sum(1)
+            # The query heads that share a key head stand side by side.
             by_head = by_column.repeat_interleave(cfg.n_heads // len(by_column), 0)
             sums[index, ..., rows] = by_head.unflatten(1, (-1, len(labels))).cpu().numpy()
 

@@ -79,6 +79,7 @@ def forward(
     selected, length = prompt.unique(), prompts.mask.shape[1]
     fitting = fitting_prompts(model, prompts, device, engine)
     size = 1 if is_padded_float64(model, prompts) else options.prompts_at_once(fitting)
+    # No more than the prompts fill, or halving it after an out-of-memory would first try the same batch again.
     tokens = min(size, max(1, len(selected))) * length
 
     def run_batch(run: Run, batch_prompts: Int[Tensor, " prompt"], _: int) -> None:
@@ -130,11 +131,13 @@ def capture(
     length = prompts.mask.shape[1]
     if prompt is None or query is None:
         prompt = torch.arange(len(prompts))
+        # Only prompts with a row run. The last column holds a token in all, since padding stands on the left.
         query = torch.full_like(prompt, length - 1)
 
     def keep(name: str, rows: Int[Tensor, " batch"], activation: Float[Tensor, "batch ..."]) -> None:
         of_queries = is_pattern(name)
         missing = length - activation.shape[2 if of_queries else 1]
+        # `pad` counts axes from the last one: keys before queries, and the features before the tokens.
         padding = [missing, 0, missing, 0] if of_queries else [0, 0] * (activation.ndim - 2) + [missing, 0]
         whole = nn.functional.pad(activation.cpu(), padding)
         if name not in kept:
@@ -239,6 +242,7 @@ class Batch:
         first = int(torch.searchsorted(prompt, selected[0]))
         rows = torch.arange(first, int(torch.searchsorted(prompt, selected[-1], right=True)))
         mask = prompts.mask[selected]
+        # `argmax` takes the first of equal entries: the first column in which any prompt has a token.
         cropped = int(mask.any(0).int().argmax())
         return cls(
             prompts.tokens[selected, cropped:].to(device),

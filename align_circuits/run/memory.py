@@ -94,6 +94,7 @@ def check_memory(what: str, model: HookedModel, needed: Callable[[int], float], 
     """
     device = next(parameters_of(model))[1].device
     on_gpu = device.type == "cuda"
+    # All of it and not what is free, of which PyTorch's own cache, ready for use, is no part.
     limit = torch.cuda.mem_get_info(device)[1] if on_gpu else memory_of_machine()
     if needed(length) <= limit:
         return

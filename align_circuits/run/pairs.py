@@ -66,6 +66,7 @@ class Pair:
         if not len(self.clean):
             raise ValueError("a pair of no prompts: give at least one clean prompt and its corrupted partner")
         if self.metric is not None or self.kind is not None:
+            # Only for its errors, which should come from here and not from the verb that reads the pair.
             TargetMetrics.of(self.base, (self.metric or "log_prob",), self.kind or "all")
 
     def __repr__(self) -> str:
@@ -110,6 +111,7 @@ class Pair:
     def prepared(self, model: HookedModel, options: RunOptions) -> "Pair":
         """Returns the pair with all that its metric needs: `"kl"` is measured from the clean run."""
         pair = copy(self)
+        # In place of what `cached_property` keeps, which `replace` would drop.
         vars(pair)["target_metrics"] = self.target_metrics.with_reference(model, self.clean, options=options)
         return pair
 
@@ -144,6 +146,7 @@ class Pair:
             for name, values, _ in parts.measure(computes):
                 measured[name] = torch.from_numpy(values)
                 bar.update(max(0, sum(of_part.shape[-1] for of_part in measured.values()) - bar.n))
+        # Parts that other processes were at came last.
         return torch.cat([measured[name] for name in computes], -1)
 
     def sweep_parts(
@@ -207,6 +210,7 @@ class Pair:
         prompt = targets.prompt.to(logits.device)
         at_targets = logits[prompt, torch.searchsorted(self.queries, targets.query).to(logits.device)]
         values = targets.numbers(widened(at_targets), torch.arange(len(prompt)))[0]
+        # Not the mean over prompts: a prompt's gradient must not depend on how many share its batch.
         return (values / prompt.bincount(minlength=len(logits))[prompt]).sum()
 
     def provenance(self, verb: str, model: HookedModel, settings: Mapping[str, Any], engine: str) -> Provenance:

@@ -191,7 +191,7 @@ class TargetMetrics:
 
         def keep(rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
             for row, values in zip(rows.tolist(), logits.log_softmax(1).cpu(), strict=True):
-                reference[row] = values.clone()
+                reference[row] = values
 
         forward(model, prompts, prompt=self.prompt, query=self.query, on_logits=keep, options=options)
         return replace(self, reference=torch.stack(reference))
@@ -315,6 +315,7 @@ class TargetMetrics:
                 if with_source:
                     values[-1, :, rows] = measured[-1]
                 done += count * measured.shape[-1]
+                # What was computed here has moved the bar already, what was read from a file has not.
                 bar.update(max(0, done - bar.n))
         return values.swapaxes(0, 1), engine
 
@@ -374,6 +375,7 @@ class TargetMetrics:
         step = max(1, _LOGITS_AT_ONCE // logits.shape[1])
         columns = rows if columns is None else columns
         for column, row, some in zip(columns.split(step), rows.split(step), logits.split(step), strict=True):
+            # To the CPU first: Apple's GPUs have no float64.
             values[:, column.numpy()] = self.numbers(some, row).cpu().double().numpy()
 
     def by_prompt(

@@ -29,6 +29,7 @@ def merged_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
             from peft.tuners.lora import Linear  # imported already by whoever made the adapter
 
             base = layer.base_layer
+            # Not `isinstance`: subclasses may compute something else than W + s B A.
             plain = type(layer) is Linear and not (layer.merged or layer.disable_adapters or layer.lora_variant)
             unrounded = base.weight.dtype in (torch.float32, torch.float64) and not base.weight.is_meta
             hooked = any(map(is_hooked, (layer, *layer.lora_A.values(), *layer.lora_B.values())))
