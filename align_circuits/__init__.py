@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from align_circuits.hooks.edits import Patch as Patch
     from align_circuits.hooks.edits import Steer as Steer
     from align_circuits.models.loading import load as load
-    from align_circuits.models.planted.model import planted_circuit as planted_circuit
+    from align_circuits.models.planted.planted_model import planted_circuit as planted_circuit
     from align_circuits.prompts.prompts import Prompts as Prompts
     from align_circuits.prompts.relations import Relation as Relation
     from align_circuits.report import plots as plots
@@ -62,7 +62,7 @@ _PUBLIC = {
     "heads.score": ("score_heads",),
     "hooks.edits": ("Ablate", "Clamp", "Patch", "Steer"),
     "models.loading": ("load",),
-    "models.planted.model": ("planted_circuit",),
+    "models.planted.planted_model": ("planted_circuit",),
     "prompts.prompts": ("Prompts",),
     "prompts.relations": ("Relation",),
     "report": ("plots",),

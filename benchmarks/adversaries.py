@@ -31,8 +31,8 @@ from align_circuits.heads.candidates import chance_of, confounded_roles
 from align_circuits.heads.localization import Localization
 from align_circuits.heads.naming import NamingTests, named_heads
 from align_circuits.jobs.files import replacing
-from align_circuits.models.planted.model import DECOYS, OTHER_DECOYS, PlantedModel
-from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
+from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig
+from align_circuits.models.planted.planted_model import DECOYS, OTHER_DECOYS, PlantedModel
 from align_circuits.models.planted.zoo import PUBLIC, zoo_circuit
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts.prompts import Prompts

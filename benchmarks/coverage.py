@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 import align_circuits as ac
-from align_circuits.models.planted.model import planted_circuit
+from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.tables import intervals as stats
 
 PROMPTS = (8, 16, 32, 64)

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 import align_circuits as ac
-from align_circuits.models.planted.transformer import HandBuiltAttention, HandBuiltDecoder
+from align_circuits.models.planted.hand_built_transformer import HandBuiltAttention, HandBuiltDecoder
 
 
 def seconds(run: Callable[[], object]) -> float:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
+from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig
 
 
 def hand_built(kind: type[HandBuilt] = HandBuilt, *, zeros: bool = False, **changes: Any) -> HandBuilt:

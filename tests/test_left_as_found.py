@@ -25,7 +25,7 @@ from align_circuits.hooks.compat import bridges, model_state
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.probes import dry_run, firing
 from align_circuits.models import protocol
-from align_circuits.models.planted.model import planted_circuit
+from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward

@@ -18,7 +18,7 @@ from align_circuits.cli.own_task import identity_of_task, load_task
 from align_circuits.hooks.compat import bridges
 from align_circuits.hooks.heads import Head
 from align_circuits.models.loading import BUNDLED, load
-from align_circuits.models.planted.model import planted_circuit
+from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.models.quantization import Quantization
 from align_circuits.prompts.jsonl import read_jsonl
 from align_circuits.prompts.prompts import Prompts

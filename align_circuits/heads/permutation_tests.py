@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.heads.metrics import hit_rate
+from align_circuits.heads.attention_metrics import hit_rate
 from align_circuits.heads.renamed_tokens import (
     redraws_tokens,
     renamed_p_values,

@@ -13,7 +13,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.heads.metrics import entropy, hit_rate
+from align_circuits.heads.attention_metrics import entropy, hit_rate
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import HookedModel, provenance_of

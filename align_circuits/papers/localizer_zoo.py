@@ -14,7 +14,7 @@ from align_circuits.hooks.heads import Head
 from align_circuits.localizers.comparison import FRACTIONS, agreement, head_faithfulness, names_agreement
 from align_circuits.localizers.methods import FEW, METHODS, named_in
 from align_circuits.localizers.registry import scores_of
-from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND, PlantedModel
+from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, ROLE_OF_KIND, PlantedModel
 from align_circuits.models.planted.zoo import HELD_OUT, PUBLIC, zoo_circuit
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread

@@ -1,4 +1,4 @@
-"""The widget that `explore` returns; its page is HTML from here, its controls are those of `explorer.js`."""
+"""The widget that `explore` returns; its page is HTML from here, its controls are those of `templates/explorer.js`."""
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -28,7 +28,7 @@ class Explorer(AnyWidget):
     All that the controls choose can be chosen from Python as well, such as `explorer.head = "L2H3"`.
     """
 
-    _esm = files("align_circuits.report").joinpath("explorer.js").read_text(encoding="utf-8")
+    _esm = files("align_circuits.report").joinpath("templates/explorer.js").read_text(encoding="utf-8")
 
     prompt: Any = traitlets.Int(0).tag(sync=True)
     """The prompt, counted from 0."""

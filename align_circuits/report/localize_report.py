@@ -39,7 +39,7 @@ MAX_UNNAMED = 15
 """Heads without a role that are in sight, those of largest effect first; the others are folded."""
 
 _TEXTS = tomllib.loads(
-    files("align_circuits.report").joinpath("templates/localization.toml").read_text(encoding="utf-8")
+    files("align_circuits.report").joinpath("templates/localization_texts.toml").read_text(encoding="utf-8")
 )
 
 

@@ -18,7 +18,7 @@ from align_circuits.circuits.attribute import EdgeMethod, attribute_edges
 from align_circuits.circuits.edge_patching import patch_edges
 from align_circuits.circuits.faithful import circuit_model_distance, circuit_performance_ratio, faithfulness
 from align_circuits.models.loading import load
-from align_circuits.models.planted.model import planted_circuit
+from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread

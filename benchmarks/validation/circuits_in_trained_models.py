@@ -11,7 +11,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.localizers.methods import METHODS
-from align_circuits.models.planted.model import CIRCUIT_ROLES
+from align_circuits.models.planted.planted_model import CIRCUIT_ROLES
 from align_circuits.models.planted.zoo import alignment_seed
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread, training_folder

@@ -12,7 +12,7 @@ import torch
 from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.heads.localize_heads import localize
 from align_circuits.models.loading import load
-from align_circuits.models.planted.model import planted_circuit
+from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.models.protocol import HookedModel
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.claims import Claim

@@ -16,8 +16,8 @@ from align_circuits.hooks.graph import Graph, Receiver, Sender
 from align_circuits.localizers.comparison import agreement, names_agreement
 from align_circuits.localizers.edge_methods import CUTS, EDGE_METHODS
 from align_circuits.localizers.registry import edge_localizer
-from align_circuits.models.planted.circuit import CONTENT
-from align_circuits.models.planted.model import CIRCUIT_KINDS, PlantedModel
+from align_circuits.models.planted.circuit_parts import CONTENT
+from align_circuits.models.planted.planted_model import CIRCUIT_KINDS, PlantedModel
 from align_circuits.models.planted.zoo import PUBLIC, zoo_circuit
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from align_circuits.localizers.comparison import agreement
 from align_circuits.localizers.methods import ON_ALL_PROMPTS
 from align_circuits.localizers.registry import scores_by_role
-from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND
+from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, ROLE_OF_KIND
 from align_circuits.models.planted.zoo import zoo_circuit
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, on_one_thread

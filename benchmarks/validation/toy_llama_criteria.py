@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.heads.score import score_heads
-from align_circuits.models.planted.model import planted_circuit
+from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, on_tasks
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Study, stored

@@ -13,8 +13,8 @@ from align_circuits.checks import checked
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
-from align_circuits.models.planted.model import CIRCUIT_ROLES, STAGES, PlantedModel, planted_circuit
-from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig, check_fits
+from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig, check_fits
+from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, STAGES, PlantedModel, planted_circuit
 from align_circuits.prompts.prompts import TokenKind
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.seq2seq import Seq2SeqTask, config_of

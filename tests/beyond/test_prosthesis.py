@@ -36,7 +36,7 @@ from align_circuits.beyond.prosthesis import (
 )
 from align_circuits.hooks.edits import Clamp
 from align_circuits.models.planted.head_builder import HeadSpec
-from align_circuits.models.planted.model import PlantedModel, planted_circuit
+from align_circuits.models.planted.planted_model import PlantedModel, planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer as the_tokenizer
 from align_circuits.prompts.prompts import TokenKind
 from align_circuits.run.target_metrics import TargetMetrics

@@ -19,7 +19,7 @@ from align_circuits.beyond.stand_ins import (
     stood_in,
     with_blind,
 )
-from align_circuits.models.planted.model import planted_circuit
+from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 

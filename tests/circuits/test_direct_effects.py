@@ -13,7 +13,7 @@ from refusals import refused
 
 import align_circuits as ac
 from align_circuits.circuits.direct_effects import direct_logit_attribution, function_vectors, head_profile
-from align_circuits.models.planted.model import planted_competitors
+from align_circuits.models.planted.planted_model import planted_competitors
 from align_circuits.tables.intervals import mean_interval
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2, automata="task")

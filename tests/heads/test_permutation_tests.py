@@ -16,7 +16,7 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads import permutation_tests as nulls
-from align_circuits.heads.metrics import TIE
+from align_circuits.heads.attention_metrics import TIE
 from align_circuits.heads.permutation_tests import REDRAWS, fixed_offset, p_values
 from align_circuits.papers.recall.task.sequences import FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld

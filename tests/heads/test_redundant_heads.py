@@ -12,7 +12,7 @@ from align_circuits.heads.permutation_tests import p_values
 from align_circuits.heads.redundant_heads import RedundantHeadSearch
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.edits import Ablate
-from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
+from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, planted_circuit
 from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.provenance import Provenance
 

@@ -13,7 +13,7 @@ from transformer_lens.head_detector import detect_head
 
 import align_circuits as ac
 from align_circuits.heads import score as scoring
-from align_circuits.heads.metrics import TIE
+from align_circuits.heads.attention_metrics import TIE
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.prompts import TokenKind
 

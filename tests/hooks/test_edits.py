@@ -18,7 +18,7 @@ from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.hooks.edits import AblationBaseline, BatchContext, Edit
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.jobs.identity import identity_of
-from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
+from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.tables.provenance import Provenance

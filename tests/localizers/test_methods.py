@@ -13,7 +13,7 @@ from align_circuits.localizers import registry
 from align_circuits.localizers.comparison import agreement
 from align_circuits.localizers.methods import METHODS, named_in
 from align_circuits.localizers.registry import localizer, method_names, scores_of
-from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND, planted_circuit
+from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, ROLE_OF_KIND, planted_circuit
 from align_circuits.run.pairs import Pair
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.tasks.task import exchanged

@@ -9,8 +9,8 @@ from legs import slow_but
 from refusals import raised, refused
 from transformer_lens import head_detector, patching
 
-from align_circuits.models.planted.model import DECOYS, ROLE_OF_KIND, planted_circuit
-from align_circuits.models.planted.transformer import HandBuilt
+from align_circuits.models.planted.hand_built_transformer import HandBuilt
+from align_circuits.models.planted.planted_model import DECOYS, ROLE_OF_KIND, planted_circuit
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 

@@ -10,8 +10,8 @@ import align_circuits as ac
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.residual_edges import PatchEdges, sent_from
-from align_circuits.models.planted.circuit import CONTENT
-from align_circuits.models.planted.model import OTHER_DECOYS, planted_circuit, planted_competitors
+from align_circuits.models.planted.circuit_parts import CONTENT
+from align_circuits.models.planted.planted_model import OTHER_DECOYS, planted_circuit, planted_competitors
 from align_circuits.run.forward_pass import capture
 from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tasks.task import exchanged

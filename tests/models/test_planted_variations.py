@@ -9,7 +9,7 @@ import torch
 from refusals import refused
 
 import align_circuits as ac
-from align_circuits.models.planted.model import CIRCUIT_ROLES, DECOYS, OTHER_DECOYS, ROLE_OF_KIND
+from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, DECOYS, OTHER_DECOYS, ROLE_OF_KIND
 from align_circuits.models.planted.zoo import HELD_OUT, PUBLIC, zoo_circuit
 from align_circuits.run.target_metrics import TargetMetrics
 

@@ -179,7 +179,7 @@ def test_its_controls_set_the_traits_in_a_browser(planted, tmp_path):
     traits = json.dumps({name: getattr(explorer, name) for name in names} | {"stand_in": "first"}).replace(
         "<", "\\u003c"
     )
-    code = files("align_circuits.report").joinpath("explorer.js").read_text(encoding="utf-8")
+    code = files("align_circuits.report").joinpath("templates/explorer.js").read_text(encoding="utf-8")
     page = tmp_path / "page.html"
     code = code.replace("export default {render}", "const widget = {render}")
     page.write_text(PAGE.replace("CODE", code).replace("TRAITS", traits), encoding="utf-8")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import align_circuits as ac
-from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
+from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig
 from align_circuits.run import batching
 from align_circuits.run.batching import in_batches
 

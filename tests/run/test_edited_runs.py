@@ -24,7 +24,7 @@ from align_circuits.hooks.compat import architectures, attention_functions
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
-from align_circuits.models.planted.transformer import HandBuilt, HandBuiltMLP
+from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltMLP
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import Relation
 from align_circuits.run import batching, edited_runs

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from align_circuits.localizers.methods import METHODS
-from align_circuits.models.planted.model import CIRCUIT_ROLES
+from align_circuits.models.planted.planted_model import CIRCUIT_ROLES
 from align_circuits.papers.localizer_zoo import BY_SCORE, overview
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table

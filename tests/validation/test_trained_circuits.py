@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
+from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, planted_circuit
 from align_circuits.prompts.prompts import TokenKind
 from align_circuits.tasks.rng import Rng
 from align_circuits.validation import trained_circuits

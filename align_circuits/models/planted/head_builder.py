@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from align_circuits.models.planted.transformer import HandBuilt
+from align_circuits.models.planted.hand_built_transformer import HandBuilt
 
 Directions = Float[Tensor, "d_model direction"]
 """Directions of the residual stream, as columns."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from align_circuits.checks import checked
-from align_circuits.models.planted.model import (
+from align_circuits.models.planted.planted_model import (
     CIRCUIT_ROLES,
     DECOYS,
     OTHER_DECOYS,

@@ -15,7 +15,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.hooks.names import name_of
-from align_circuits.models.planted.model import planted_circuit
+from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.figs_7_10_alignments_and_layers import FIG10, Layers, best_arm
 from align_circuits.papers.icatune.tuned_models import (

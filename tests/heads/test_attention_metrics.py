@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from align_circuits.heads.metrics import entropy, hit_rate, ov_copying
+from align_circuits.heads.attention_metrics import entropy, hit_rate, ov_copying
 from align_circuits.models.loading import load
 
 

@@ -12,10 +12,10 @@ import torch
 from align_circuits.checks import checked
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head
-from align_circuits.models.planted import circuit
+from align_circuits.models.planted import circuit_parts
 from align_circuits.models.planted.edges import used_edges
+from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig, check_fits
 from align_circuits.models.planted.head_builder import HeadSpec, ReLUUnits, Subspaces
-from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig, check_fits
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.tasks.layout import length_of
 from align_circuits.tasks.seq2seq import MARKER, Seq2SeqTask
@@ -78,7 +78,7 @@ class PlantedModel(HandBuilt):
     kinds: Mapping[Head, str]
     """The kind of each head, a key of `ROLE_OF_KIND`."""
     stream: Subspaces
-    """The subspaces of the residual stream, by name (`circuit.residual_stream`)."""
+    """The subspaces of the residual stream, by name (`circuit_parts.residual_stream`)."""
     specs: Mapping[Head, HeadSpec]
     """How the heads of the circuit were specified, without decoys, positional bias and noise."""
     units: Mapping[int, Sequence[ReLUUnits]]
@@ -187,7 +187,7 @@ def planted_circuit(
     bos = task.bos and token_ids.bos is not None
     _check(task, bos, strength, decoys, n_layers, n_heads, n_ctx)
     _check_variations(n_layers, n_heads, n_key_value_heads, copies, self_repair, noise)
-    stream = circuit.residual_stream(task, n_ctx, self_repair)
+    stream = circuit_parts.residual_stream(task, n_ctx, self_repair)
     # At the least, by what each head is made of: the places of all heads are drawn before their widths are known.
     least = HandBuiltConfig(
         n_layers,
@@ -217,27 +217,29 @@ def planted_circuit(
     for head in product(range(n_layers), range(n_heads)):
         if head not in heads:
             is_random = "random" in decoys and bool(torch.rand((), generator=generator) < 0.5)
-            heads[head] = ("random", circuit.random_head(stream, generator)) if is_random else ("inert", HeadSpec())
+            heads[head] = (
+                ("random", circuit_parts.random_head(stream, generator)) if is_random else ("inert", HeadSpec())
+            )
     own_units = _units(task, stream, layers)
     if self_repair:
-        own_units[layers[-1]].append(circuit.sureness_units(stream))
+        own_units[layers[-1]].append(circuit_parts.sureness_units(stream))
     units = defaultdict(list, {layer: [*groups] for layer, groups in own_units.items()})
     for layer in [layer for (layer, _), (kind, _) in heads.items() if kind == "diffuse"]:
-        units[layer].append(circuit.presence_units(stream))
+        units[layer].append(circuit_parts.presence_units(stream))
     noise_generator = torch.Generator().manual_seed(seed)
     for head, (kind, spec) in heads.items():
         if positional_bias and kind not in _PLACED_BY_POSITION:
-            spec = circuit.biased(spec, stream, positional_bias)
+            spec = circuit_parts.biased(spec, stream, positional_bias)
         if noise:
-            spec = circuit.noisy(spec, stream, noise, noise_generator)
+            spec = circuit_parts.noisy(spec, stream, noise, noise_generator)
         heads[head] = (kind, spec)
     d_head = max(spec.width for _, spec in heads.values()) * (n_heads // (n_key_value_heads or n_heads))
     d_mlp = max(sum(len(group.bias) for group in groups) for groups in units.values())
     check_fits(whole := replace(least, d_head=d_head, d_mlp=d_mlp))
     model = PlantedModel(whole, tokenizer)
     with torch.no_grad():
-        model.W_E.copy_(circuit.embeddings(task, stream, token_ids, len(tokenizer)))
-        model.W_pos.copy_(circuit.positions(stream, n_ctx, bos))
+        model.W_E.copy_(circuit_parts.embeddings(task, stream, token_ids, len(tokenizer)))
+        model.W_pos.copy_(circuit_parts.positions(stream, n_ctx, bos))
         model.W_U[:, list(token_ids.letters)] = stream["prediction"]
     for head, (_, spec) in heads.items():
         spec.write(model, *head)
@@ -270,7 +272,7 @@ def planted_competitors(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
     if task.phrase_len < 2:
         raise ValueError("phrases of one letter leave nothing to induction: give phrase_len=2 or 3")
     model = planted_circuit(task, seed, decoys=())
-    stream = circuit.residual_stream(task, model.cfg.n_ctx)
+    stream = circuit_parts.residual_stream(task, model.cfg.n_ctx)
     layer_of = {kind: layer for (layer, _), kind in model.kinds.items()}
     free = [
         head
@@ -278,10 +280,10 @@ def planted_competitors(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
         if kind == "inert" and layer_of["previous"] < head[0] <= layer_of["lookup"]
     ]
     induction, function_vector, *_ = free
-    specs = {induction: circuit.induction(stream), function_vector: circuit.function_vector(stream)}
+    specs = {induction: circuit_parts.induction(stream), function_vector: circuit_parts.function_vector(stream)}
     for head, spec in specs.items():
         spec.write(model, *head)
-    units = circuit.function_vector_units(stream)
+    units = circuit_parts.function_vector_units(stream)
     units.write(model, layer_of["lookup"], 0)
     model.specs = MappingProxyType({**model.specs, **specs})
     model.units = MappingProxyType({**model.units, layer_of["lookup"]: [units]})
@@ -313,25 +315,25 @@ def _circuit_heads(
     self_repair: bool,
 ) -> Sequence[_Placement]:
     first, second, third, fourth = layers
-    lookup = circuit.lookup(task, stream, share=0.5 if backup else 1.0)
-    looked_up = circuit.watched(lookup, stream) if self_repair else lookup
+    lookup = circuit_parts.lookup(task, stream, share=0.5 if backup else 1.0)
+    looked_up = circuit_parts.watched(lookup, stream) if self_repair else lookup
     specs = {
-        "previous": (circuit.previous(task, stream), second),
-        "align_query": (circuit.aligner(task, stream, "next start"), third),
-        "align_key": (circuit.aligner(task, stream, "own phrase"), third),
+        "previous": (circuit_parts.previous(task, stream), second),
+        "align_query": (circuit_parts.aligner(task, stream, "next start"), third),
+        "align_key": (circuit_parts.aligner(task, stream, "own phrase"), third),
         "lookup": (looked_up, fourth),
     }
-    heads = [_Placement("boundary", circuit.boundary(task, stream), [first])]
+    heads = [_Placement("boundary", circuit_parts.boundary(task, stream), [first])]
     for role, (spec, layer) in specs.items():
         count = copies.get(role, 1)
-        heads += [_Placement(role, circuit.shared(spec, count), [layer])] * count
+        heads += [_Placement(role, circuit_parts.shared(spec, count), [layer])] * count
     if backup:
         heads.append(_Placement("backup", looked_up, [fourth]))
     if self_repair:
-        full = circuit.lookup(task, stream)
-        heads.append(_Placement("repair", circuit.repair(full, stream), range(fourth + 1, n_layers)))
+        full = circuit_parts.lookup(task, stream)
+        heads.append(_Placement("repair", circuit_parts.repair(full, stream), range(fourth + 1, n_layers)))
     if task.phrase_len > 2:
-        heads.append(_Placement("second_previous", circuit.second_previous(stream), [second]))
+        heads.append(_Placement("second_previous", circuit_parts.second_previous(stream), [second]))
     return heads
 
 
@@ -341,11 +343,15 @@ def _decoy_heads(
     """The decoys of which a model has one each; each lies after what it reads is written, and before what reads it."""
     first, second, _, fourth = layers
     return [
-        _Placement("positional_lookup", circuit.positional_lookup(stream, generator), range(second + 1, n_layers)),
-        _Placement("diffuse", circuit.diffuse(stream, generator, n_ctx), range(fourth)),
-        _Placement("off_by_one", circuit.off_by_one(task, stream, generator), range(first + 1, n_layers)),
         _Placement(
-            "gold_without_output", HeadSpec(circuit.aligner(task, stream, "next start").qk), range(first + 1, n_layers)
+            "positional_lookup", circuit_parts.positional_lookup(stream, generator), range(second + 1, n_layers)
+        ),
+        _Placement("diffuse", circuit_parts.diffuse(stream, generator, n_ctx), range(fourth)),
+        _Placement("off_by_one", circuit_parts.off_by_one(task, stream, generator), range(first + 1, n_layers)),
+        _Placement(
+            "gold_without_output",
+            HeadSpec(circuit_parts.aligner(task, stream, "next start").qk),
+            range(first + 1, n_layers),
         ),
     ]
 
@@ -357,16 +363,22 @@ def _other_decoy_heads(
     generator = torch.Generator().manual_seed(seed)
     first, second, third, fourth = layers
     return [
-        _Placement("sink", circuit.sink(stream, generator), range(n_layers)),
-        _Placement("duplicate", circuit.duplicate(stream, generator), range(n_layers)),
-        _Placement("previous_to_spare", circuit.previous_to_spare(stream, generator), range(n_layers)),
-        _Placement("previous_without_output", HeadSpec(circuit.previous(task, stream).qk), range(first + 1, n_layers)),
+        _Placement("sink", circuit_parts.sink(stream, generator), range(n_layers)),
+        _Placement("duplicate", circuit_parts.duplicate(stream, generator), range(n_layers)),
+        _Placement("previous_to_spare", circuit_parts.previous_to_spare(stream, generator), range(n_layers)),
         _Placement(
-            "key_without_output", HeadSpec(circuit.aligner(task, stream, "own phrase").qk), range(second + 1, n_layers)
+            "previous_without_output", HeadSpec(circuit_parts.previous(task, stream).qk), range(first + 1, n_layers)
         ),
-        _Placement("lookup_without_output", HeadSpec(circuit.lookup(task, stream).qk), range(third + 1, n_layers)),
+        _Placement(
+            "key_without_output",
+            HeadSpec(circuit_parts.aligner(task, stream, "own phrase").qk),
+            range(second + 1, n_layers),
+        ),
+        _Placement(
+            "lookup_without_output", HeadSpec(circuit_parts.lookup(task, stream).qk), range(third + 1, n_layers)
+        ),
         # Earlier, the units that bound what the diffuse head wrote would take it back.
-        _Placement("letter_bias", circuit.letter_bias(stream), range(fourth, n_layers)),
+        _Placement("letter_bias", circuit_parts.letter_bias(stream), range(fourth, n_layers)),
     ]
 
 
@@ -394,9 +406,9 @@ def _place(
 def _units(task: Seq2SeqTask, stream: Subspaces, layers: Sequence[int]) -> dict[int, list[ReLUUnits]]:
     """The circuit's groups of MLP units in each layer that has any."""
     first, second, third, _ = layers
-    units = defaultdict(list, {first: list(circuit.place_units(task, stream))})
-    units[second] += [circuit.forgetting_units(stream, back) for back in range(1, task.phrase_len)]
-    units[third].append(circuit.continuing_units(stream))
+    units = defaultdict(list, {first: list(circuit_parts.place_units(task, stream))})
+    units[second] += [circuit_parts.forgetting_units(stream, back) for back in range(1, task.phrase_len)]
+    units[third].append(circuit_parts.continuing_units(stream))
     return units
 
 
