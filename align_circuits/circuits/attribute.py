@@ -307,6 +307,7 @@ def _runs(
 
 def _without(layer: int | None) -> Mapping[str, Change]:
     """Stops gradients through the outputs of a layer."""
+    # What a layer adds to the stream comes from these two; the stream past it keeps its gradient.
     points = () if layer is None else (name_of("z", layer), name_of("mlp_out", layer))
     return {name: lambda activation: activation.detach() for name in points}
 

@@ -86,6 +86,7 @@ def direct_logit_attribution(
         direct = torch.einsum("tsd,td->st", torch.cat([*written, rest[:, None]], dim=1), direction)
         direct[-1] += offset
         measured = torch.from_numpy(total[0, 0]).to(direct)
+        # As a share of what the parts add up to without their signs: a sum near 0 rounds as its summands do.
         check_same(f"the {metric} of the targets", direct.sum(0), measured, direct.abs().sum(0))
     senders = [(sender.name, sender.layer, sender.head) for sender in graph.senders]
     keys = pd.DataFrame([*senders, ("rest", None, None)], columns=["sender", "layer", "head"])
@@ -148,6 +149,7 @@ def function_vectors(
         cached = capture(model, pair.clean, names, options=options)
         queries = torch.zeros_like(pair.clean.mask)
         queries[targets.prompt, targets.query] = True
+        # Expanded and not copied: every prompt and position is given the same vector.
         means = {name: value[targets.prompt, targets.query].mean(0).expand_as(value) for name, value in cached.items()}
         edits = [Patch([head], site="z", positions=queries, values=means) for head in selected]
         values, engine = targets.measure_edited(model, [[], *([edit] for edit in edits)], options=options)
@@ -158,6 +160,7 @@ def function_vectors(
     values, weights = effects[0]
     group = pairs[0].clean.group
     if len(pairs) > 1:
+        # A task counts once, however many prompts it has: tasks are what the intervals draw.
         values = np.stack([weighted_mean(*of_task) for of_task in effects], axis=1)
         weights, group = np.ones_like(values), None
     return Table.from_prompts(keys, values, weights, provenance, bounded=False, group=group)

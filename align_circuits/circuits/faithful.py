@@ -267,6 +267,7 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
             f"{len(frame)} scores, but the model has {int(graph.edges.sum())} edges: give what attribute_edges or "
             "patch_edges returned for this model, all edges and one metric"
         )
+    # For its errors about names that the graph does not have.
     graph.select(zip(frame["sender"], frame["receiver"], strict=True))
     if (twice := frame.duplicated(["sender", "receiver"])).any():
         edge = frame.loc[twice, ["sender", "receiver"]].iloc[0]

@@ -53,12 +53,14 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
     if not cut > 0:
         raise ValueError(f"cut={cut}: give how many nats an edge must be worth, above 0")
     pair = replace(pair, metric="kl")
+    # One bar for all edges, in place of one for each batch.
     runs = CircuitRuns(model, pair, replace(options, cache_dir=None, progress=False))
     graph, kept = runs.graph, runs.graph.edges.clone()
     rises = np.zeros((*kept.shape, len(pair.clean)))
     current = runs.measure(kept[None])[0]
     with progress_bar(options, int(kept.sum()), "edge") as bar:
         for receiver in reversed(range(len(graph.receivers))):
+            # The published order, from the last sender to the first; another one keeps other edges.
             senders = graph.edges[receiver].nonzero()[:, 0].tolist()[::-1]
             bar.update(len(senders))
             if not _leads_on(graph, kept, receiver):

@@ -87,6 +87,7 @@ def check_safetensors(folder: Path, name: str = "*.safetensors") -> None:
             raise ValueError(f"{file.name} in {str(folder)!r} is no file, or a link to none: download the folder again")
         with file.open("rb") as opened:
             header = int.from_bytes(opened.read(8), "little")
+        # A header longer than its file is broken, and told by whoever reads the tensors.
         if MOST_HEADER < header <= file.stat().st_size < 100 * header:
             raise ValueError(
                 f"{file.name} in {str(folder)!r} is {readable_size(header)} of names with hardly any weights: download "
@@ -126,6 +127,7 @@ def check_index(folder: Path, settings: Mapping[str, Any]) -> None:
                 f"{name} in {str(folder)!r} names {file!r}: weights are read from safetensors, and pickled ones are "
                 "not opened, since they can run code; download the folder again"
             )
+        # Resolved too, since a plain name may be a link to anywhere.
         if Path(file).name != file or (folder / file).resolve().parent not in folders or "\0" in file:
             raise ValueError(f"{name} in {str(folder)!r} names {file!r}, which lies outside: put it into the folder")
         if not (folder / file).is_file():
@@ -270,6 +272,7 @@ def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str
     """
     largest = max((size for shape in shapes_in(folder) for size in shape), default=0)
     for name, value in _numbers_in(settings):  # such as ranks: matrices would be built before they are compared
+        # These give no matrix its size: scales, seeds, names of keys, and numbers of layers.
         if value > largest and not re.search("alpha|seed|key|indices|layers_to", name):
             raise ValueError(
                 f"the adapter in {str(folder)!r} says {name}={value:,}, but its weights have at most {largest} rows or "
@@ -286,6 +289,7 @@ def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str
         return
     # In a process of its own: a match holds its whole process up, and nothing in that can end it.
     question = json.dumps([[*patterns], [*names]])
+    # Isolated: neither the working directory nor variables of the shell choose what it imports.
     command = [sys.executable, "-I", "-c", _MATCH]
     try:
         done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -327,6 +331,7 @@ def _growth(normalizer: Any) -> int:
     """Of how many characters, at the most, a normalizer writes one."""
     if not isinstance(normalizer, dict):
         return 1
+    # Steps follow each other, so their factors multiply.
     inner = normalizer.get("normalizers") or normalizer.get("decoders") or []
     grown = prod(map(_growth, inner)) if isinstance(inner, list) else 1
     content, pattern = (normalizer.get(key) for key in ("content", "pattern"))

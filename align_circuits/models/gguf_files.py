@@ -92,6 +92,7 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
         factors = _rope_factors(path) if "rope_freqs.weight" in names else None
         if factors is not None:
             scaled = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}
+            # The file holds the factors themselves, transformers only a rule for them: `_check_rope` compares.
             config.rope_parameters = config.rope_parameters | scaled
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path.parent,
@@ -168,6 +169,7 @@ def _header(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 def _check_counts(path: Path) -> None:
     """Raises a ValueError if a file counts more than any model has: its reader goes through them one by one."""
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as file:
+        # After the magic and the version, 4 bytes each.
         tensors, settings = struct.unpack_from("<QQ", file, 8)
         offset, entries = 24, 0
         for _ in range(settings if max(tensors, settings) <= MOST_TENSORS else 0):

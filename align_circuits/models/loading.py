@@ -250,6 +250,7 @@ def _place(source: str | Path, revision: str | None = None, gguf_file: str | Non
             f"no folder {name!r}: give an existing folder in the Hugging Face format, a GGUF file, or a name on the hub"
         )
     allowed = [*FILES] if gguf_file is None else [gguf_file]
+    # Folders in a repository hold copies in other formats, such as ONNX.
     ignored = ["*/*"] if gguf_file is None else []
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
@@ -298,6 +299,7 @@ def _read(
         raise ValueError(f"no config.json in {str(folder)!r}: {remedy}")
     settings = settings_in(folder, "config.json")
     kind = settings.get("model_type")
+    # Before the weights are read, which may take minutes.
     check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), str(kind)))
     names = settings.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -405,6 +407,7 @@ def _read_adapter(
         # It was trained with tokens added, and brings the rows of all. The mean of the old rows would take minutes.
         plain_model.resize_token_embeddings(rows, mean_resizing=False)
     with warnings.catch_warnings():
+        # PEFT only warns, and goes on with an adapter that does nothing.
         warnings.filterwarnings("error", "Found missing adapter keys")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
         try:
@@ -439,6 +442,7 @@ def _without_peft(model: Any) -> PreTrainedModel:
 def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
     """Returns a copy of the given tokenizer, that of the given place, or the first found in `places`, or None."""
     if isinstance(given, PreTrainedTokenizerBase):
+        # The bridge gives it a padding token.
         return copy.deepcopy(given)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     if isinstance(given, str | Path) and not is_path(given):

@@ -63,6 +63,7 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
         for weight in original.parameters()
     }
     model = sharing(original, frozen)
+    # Trained plain: a bridge runs every hook point, and PEFT would write its names into the adapter.
     bridges.strip_bridge(model)
     if attention_functions.has_fused_attention(bridge):
         model.set_attn_implementation("sdpa")
@@ -153,8 +154,10 @@ def with_adapter(
         lora_dropout=dropout,
         task_type="CAUSAL_LM",  # pyright: ignore[reportArgumentType]
         target_modules=sorted(short if are_all else chosen),
+        # GPT-2's Conv1D has its weight transposed.
         fan_in_fan_out=isinstance(adapted[0], Conv1D),
     )
+    # Forked, since LoRA draws its first matrices from the global generator of their device.
     devices = [model.device] if model.device.type == "cuda" else []
     alone = one_thread_at_a_time(lambda: [torch.default_generator])
     with alone, torch.random.fork_rng(devices=devices), warnings.catch_warnings():

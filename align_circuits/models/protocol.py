@@ -57,6 +57,7 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
             f"token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary has "
             f"{model.cfg.d_vocab}: sample the prompts with model.tokenizer"
         )
+    # Padding does not count: positions begin at the first real token.
     longest = int(prompts.mask.sum(1).max()) if len(prompts) else 0
     if longest > model.cfg.n_ctx:
         raise ValueError(

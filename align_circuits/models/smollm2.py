@@ -35,6 +35,7 @@ def converted_smollm2() -> Path:
     """
     source, version = installed_gguf()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "align_circuits"
+    # The size tells builds of one version apart.
     folder = cache / f"SmolLM2-135M-Instruct-{version}-{source.stat().st_size}-{FORMAT}"
     if folder.is_dir():
         return folder

@@ -112,6 +112,7 @@ def _logits_of(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
         ValueError: It does not run, as experts in float64; or it reads tokens to come, so it is no decoder.
     """
     last = model.config.get_text_config().vocab_size - 1
+    # Spread over the vocabulary, so that a part of the embedding that was mapped wrongly shows.
     tokens = torch.linspace(0, last, 8, device=stored_weights.device_of(model)).long()
     # The same but for the last token, which a decoder does not see before.
     changed = torch.cat([tokens[:-1], tokens[:1]])

@@ -150,6 +150,7 @@ def place_units(task: Seq2SeqTask, stream: Subspaces) -> tuple[ReLUUnits, ...]:
     longest = float(m * (c + 1) + 2)
     coming = torch.arange(m * c)
     following = stream["next phrase"][:, coming // c] + stream["next offset"][:, coming % c]
+    # Every c-th coming place is the first of a phrase.
     following[:, ::c] += stream["next start"]
     return (
         indicators(stream["distance"] - longest * stream["output"], 1, stream["input place"]),
@@ -368,5 +369,6 @@ def _random_qk(stream: Subspaces, generator: torch.Generator) -> QKTerm:
 
 
 def _to_spare(stream: Subspaces, read: str, generator: torch.Generator) -> OVTerm:
+    # About as long, after the projection, as what is read.
     directions = torch.randn(stream[read].shape[1], SPARE, generator=generator) / SPARE**0.5
     return OVTerm(stream[read] @ directions, stream["spare"])

@@ -260,6 +260,7 @@ class HandBuiltDecoder:
         self.cfg = model.cfg
         self._model = model
         self._attention = [_AttentionWeights.of(block.attn) for block in model.blocks]
+        # By the output alone: a unit that writes nothing may as well read anything.
         used = [(block.mlp, (block.mlp.W_out != 0).any(1)) for block in model.blocks]
         self._mlps = [(mlp.W_in[:, units], mlp.b_in[units], mlp.W_out[units], mlp.b_out) for mlp, units in used]
 
@@ -330,6 +331,7 @@ class HandBuiltDecoder:
     def mlp(self, layer: int, residual: Tensor, edits: Mapping[Site, Change]) -> Tensor:
         """The sum of the units' outputs."""
         w_in, b_in, w_out, b_out = self._mlps[layer]
+        # An edit may bring a number into units that are left out otherwise.
         if edits:
             module = self._model.blocks[layer].mlp
             w_in, b_in, w_out, b_out = module.W_in, module.b_in, module.W_out, module.b_out

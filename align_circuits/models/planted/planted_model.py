@@ -233,6 +233,7 @@ def planted_circuit(
         if noise:
             spec = circuit_parts.noisy(spec, stream, noise, noise_generator)
         heads[head] = (kind, spec)
+    # Heads that share a key head need columns of their own in it (`HeadSpec.write`).
     d_head = max(spec.width for _, spec in heads.values()) * (n_heads // (n_key_value_heads or n_heads))
     d_mlp = max(sum(len(group.bias) for group in groups) for groups in units.values())
     check_fits(whole := replace(least, d_head=d_head, d_mlp=d_mlp))
@@ -277,6 +278,7 @@ def planted_competitors(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
     free = [
         head
         for head, kind in model.kinds.items()
+        # Induction reads what the previous-token head wrote, and the lookup's MLP what the function vector did.
         if kind == "inert" and layer_of["previous"] < head[0] <= layer_of["lookup"]
     ]
     induction, function_vector, *_ = free
