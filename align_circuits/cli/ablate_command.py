@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from align_circuits.cli.effects import IN_WORDS, EffectMetric, EffectVerb
+from align_circuits.cli.effects import IN_WORDS, EffectVerb
 from align_circuits.cli.folders import Results
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.run.target_metrics import Metric
@@ -16,7 +16,6 @@ class Ablate(EffectVerb):
     how: Literal["mean", "resample", "zero"] = "mean"
     """"mean" over tokens of the same kind, or of aligned texts over those at one position; "resample" from another
     prompt; or "zero"."""
-    metric: EffectMetric = "log_prob"
     screen: float | None = None
     """Of all heads only this share, such as .25, is ablated: those whose effect is largest as a gradient estimates it.
     The others' estimates are marked as such. By default every head is ablated."""

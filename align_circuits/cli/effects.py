@@ -50,6 +50,13 @@ PairDirection = Annotated[
 class EffectVerb(SweepVerb):
     """A verb that measures an effect of every head."""
 
+    metric: EffectMetric = "log_prob"
+
+    @property
+    def wrong_for(self) -> str | None:
+        """The option that needs wrong answers."""
+        return "--metric logit_diff" if self.metric == "logit_diff" else None
+
     def write(
         self, results: Results, table: Table, prompts: Prompts, metric: str, how: str, title: str, what: str, but: str
     ) -> None:

@@ -9,6 +9,7 @@ import warnings
 import webbrowser
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from io import StringIO
@@ -126,7 +127,7 @@ def _main(arguments: Sequence[str]) -> int:
         with results_folder(verb.folder, Path("runs") / name, overwrite=verb.overwrite, renews=verb.renews) as results:
             complaint = verb(results)
     except (ValueError, KeyError, FloatingPointError, ImportError, WrongArgument) as error:
-        return _refuse(error.args[0] if error.args else str(error))
+        return _refuse(in_options(str(error.args[0] if error.args else error), verb))
     except (OSError, SafetensorError) as error:  # such as a full disk; both write files
         return _refuse(f"cannot read or write a file, earlier results are as they were: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
@@ -142,6 +143,27 @@ def parse_verb(name: str, *options: str) -> Any:
     with without_boxes():
         verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
         return verb.with_defaults(options)
+
+
+def in_options(message: str, verb: Any) -> str:
+    """Returns an error in which the fields of a verb, which are arguments in Python, are written as its options.
+
+    >>> from align_circuits.cli.entry import verb_class
+    >>> in_options("batch_size=0: give a positive number", verb_class("score")())
+    '--batch-size 0: give a positive number'
+    """
+    parts = [verb, *(getattr(verb, field.name) for field in fields(verb))]
+    names = "|".join(sorted({field.name for part in parts if is_dataclass(part) for field in fields(part)}))
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1].replace("_", "-"), match[2].strip("'")
+        return {"True": f"--{name}", "False": f"--no-{name}"}.get(value, f"--{name} {value}")
+
+    def bare(match: re.Match[str]) -> str:  # a single word may be a word of the sentence
+        return f"--{match[0].replace('_', '-')}" if "_" in match[0] else match[0]
+
+    message = re.sub(rf"(?<![-\w.])({names})=('[^']*'|-?[\w.]*\w)", option, message)
+    return re.sub(rf"(?<![-\w.=/'\"])({names})(?![-\w.=/'\"])", bare, message)
 
 
 def _help(arguments: Sequence[str]) -> int:

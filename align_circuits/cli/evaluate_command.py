@@ -18,6 +18,11 @@ class Evaluate(PromptVerb):
     metrics: tuple[Literal["log_prob", "logit", "logit_diff", "prob", "accuracy"], ...] | None = None
     """What is measured beside the accuracy: by default log_prob, and logit_diff where the file has wrong answers."""
 
+    @property
+    def wrong_for(self) -> str | None:
+        """The option that needs wrong answers."""
+        return "--metrics logit_diff" if "logit_diff" in (self.metrics or ()) else None
+
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, prompts, _ = self.prepare()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from align_circuits.cli.effects import IN_WORDS, EffectMetric, EffectVerb, PairDirection
+from align_circuits.cli.effects import IN_WORDS, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
 from align_circuits.heads.patch import patch_heads, patch_sites
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site
@@ -28,7 +28,6 @@ class Patch(EffectVerb):
     """At which tokens: "each", at sites of layers; names of positions in the file of prompts, each patched on its own;
     "groups" for earlier examples, test input and test output; or "all" at once. By default all, but each where all
     sites are the residual stream (resid_pre, resid_mid, resid_post), which at all tokens holds all of the answer."""
-    metric: EffectMetric = "log_prob"
     direction: PairDirection = "denoise"
     screen: float | None = None
     """Of all heads only this share, such as .25, is patched: those whose effect is largest as a gradient estimates it.

@@ -21,7 +21,7 @@ from align_circuits.models.loading import BUNDLED, load
 from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.models.quantization import Quantization
 from align_circuits.prompts.jsonl import read_jsonl
-from align_circuits.prompts.prompts import Prompts
+from align_circuits.prompts.prompts import WRONG, Prompts
 from align_circuits.report.page import write_report
 from align_circuits.report.plots.style import kinds_of
 from align_circuits.run.options import Engine, RunOptions
@@ -120,6 +120,8 @@ class PromptVerb(Verb):
     """The translation task that prompts are sampled from, without --prompts and --task."""
     n: int | None = None
     """How many prompts: by default 64 if a task samples them, and all of a file."""
+    targets: Literal["all", "first"] = "all"
+    """Of a file's answers of several tokens, whether all tokens count or the first alone."""
     seed: int = 0
     """The seed of the prompts, and of the places of a planted circuit's heads."""
     engine: Engine = "auto"
@@ -143,6 +145,11 @@ class PromptVerb(Verb):
     def options(self) -> RunOptions:
         """How the model is run."""
         return RunOptions(self.engine, self.batch_size)
+
+    @property
+    def wrong_for(self) -> str | None:
+        """The option that needs wrong answers, as it was given; None if none was."""
+        return None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -189,8 +196,9 @@ class PromptVerb(Verb):
         """
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             raise ValueError(f"--threads {self.threads}: give 1 to {MOST_THREADS}, or leave it out")
-        if self.prompts is not None:
-            read_jsonl(self.prompts)  # refuses what is no such file
+        lines = [] if self.prompts is None else read_jsonl(self.prompts)[1]  # refuses what is no such file
+        if self.prompts is None and self.targets != "all":
+            raise ValueError("--targets first is about the answers of a file: leave it out, or give --prompts")
         options = self.options  # refuses a bad batch size before the model is loaded
         assert options
         own = "--prompts" if self.prompts is not None else "--task" if self.own_task is not None else None
@@ -231,11 +239,38 @@ class PromptVerb(Verb):
                 "folder that has it"
             )
         if self.prompts is None:
-            return model, sampled(source, self.count, model.tokenizer, self.seed), None
+            clean = sampled(source, self.count, model.tokenizer, self.seed)
+            self._check_wrong(clean, lines)
+            return model, clean, None
         clean, corrupted = Prompts.from_jsonl(self.prompts, model.tokenizer)
         if self.n is not None and not 1 <= self.n <= len(clean):
             raise ValueError(f"--n {self.n}: {str(self.prompts)!r} has {len(clean)} prompts; give 1 to {len(clean)}")
-        return model, clean[: self.n], None if corrupted is None else corrupted[: self.n]
+        chosen = [half if half is None else half[: self.n] for half in (clean, corrupted)]
+        if self.targets == "first":
+            chosen = [half if half is None else half.select_targets(_is_first) for half in chosen]
+        clean, corrupted = chosen
+        assert clean is not None
+        self._check_wrong(clean, lines)
+        return model, clean, corrupted
+
+    def _check_wrong(self, prompts: Prompts, lines: Sequence[int]) -> None:
+        """Refuses the metric logit_diff for prompts without wrong answers, which stand in these lines of a file."""
+        if (asked := self.wrong_for) is None:
+            return
+        if WRONG not in prompts.targets:
+            remedy = 'give --prompts, a file with a "wrong" in each line, or choose another metric'
+            if self.prompts is not None:
+                remedy = f'give each line of {str(self.prompts)!r} a "wrong", or choose another metric'
+            raise ValueError(f"{asked} compares with a wrong answer, and these prompts have none: {remedy}")
+        if lines and (unknown := prompts.targets[WRONG].isna().to_numpy()).any():
+            of_targets = prompts.column("prompt")
+            prompt = int(of_targets[int(unknown.argmax())])
+            count = int((of_targets == prompt).sum())
+            raise ValueError(
+                f"{str(self.prompts)!r}, line {lines[prompt]}: the answer has {count} tokens and the wrong one another "
+                f"number, so that {asked} can compare their first tokens alone: add --targets first, or give answers "
+                "of equally many tokens"
+            )
 
     @property
     def corruption(self) -> str:
@@ -286,6 +321,11 @@ class PromptVerb(Verb):
                 given = {key: tuple(old) if isinstance(old, list) else old for key, old in values[name].items()}
                 values[name] = type(getattr(default, name))(**given)
         return replace(default, **values)
+
+
+def _is_first(targets: pd.DataFrame) -> Any:
+    """Which targets are first tokens of answers; a name would mean a position that is called `first`."""
+    return targets["kind"] == "first"
 
 
 def _how_loaded(name: str, model: Any) -> str:

@@ -113,7 +113,9 @@ def check_screen(share: float | None, sites: Sequence[str] = ("z",)) -> None:
     if share is None:
         return
     if not 0 < share <= 1:
-        raise ValueError(f"screen={share}: give the share of heads to measure exactly, above 0 and at most 1, or None")
+        raise ValueError(
+            f"screen={share}: give the share of heads to measure exactly, above 0 and at most 1, or leave it out"
+        )
     if refused := [site for site in sites if site not in SCREENED_SITES]:
         raise ValueError(
             f"site={refused[0]!r} cannot be screened: take {', '.join(map(repr, SCREENED_SITES))}, or leave screen out"

@@ -25,8 +25,10 @@ _TYPES |= {"group": (str | int | float, "a string or a number")}
 _RELATION = {"query", "keys", "candidates"}
 
 
-def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
-    """Returns the lines of a file as columns, by the keys of `SCHEMA`; empty lines are left out.
+def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
+    """Returns the lines of a file as columns, by the keys of `SCHEMA`, and their numbers from 1.
+
+    Empty lines are left out.
 
     Raises:
         ValueError: No such file, a line that is no JSON object, an unknown key, or a key that only some lines have.
@@ -38,7 +40,8 @@ def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is no text in UTF-8 ({error}): give one JSON object a line") from error
-    records: list[dict[str, Any]] = []
+    records: dict[int, dict[str, Any]] = {}
+    first: dict[str, Any] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -54,20 +57,21 @@ def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
         for key, value in record.items():
             kind, wanted = _TYPES.get(key, (str, "a string"))
             if not isinstance(value, kind):
-                raise ValueError(f"{line_name}: {key} is {type(value).__name__}; give {wanted}")
+                raise ValueError(f"{line_name}: {key} is {json.dumps(value)[:60]}; give {wanted}")
         _check_relations(line_name, record.get("relations", {}))
-        if records and (uneven := sorted(record.keys() ^ records[0].keys())):
+        first = first or record
+        if uneven := sorted(record.keys() ^ first.keys()):
             raise ValueError(f"{line_name}: {uneven[0]!r} stands in some lines only; give it in all or in none")
         for key in ("positions", "relations"):
-            if records and record.get(key, {}).keys() != records[0].get(key, {}).keys():
+            if record.get(key, {}).keys() != first.get(key, {}).keys():
                 raise ValueError(f"{line_name}: {key} has other names than the first line; give the same in all")
-        records.append(record)
-    if not records:
+        records[number] = record
+    if not first:
         raise ValueError(f"{str(path)!r} has no lines: give one JSON object a line, with a 'text'")
     for key, needed in (("wrong", "answer"), ("corrupted", "answer"), ("corrupted_answer", "corrupted")):
-        if key in records[0] and needed not in records[0]:
+        if key in first and needed not in first:
             raise ValueError(f"{str(path)!r} has the key {key!r} without {needed!r}: give each line {needed!r} too")
-    return {key: [record[key] for record in records] for key in records[0]}
+    return {key: [record[key] for record in records.values()] for key in first}, [*records]
 
 
 def _check_relations(place: str, relations: dict[str, Any]) -> None:

@@ -616,24 +616,37 @@ class Prompts:
         """
         if len(corrupted) != len(clean):
             raise ValueError(f"corrupted: {len(corrupted)} for {len(clean)} clean texts; give a list with one for each")
-        tokenized = tokenize(clean, tokenizer, answer, wrong, positions)
-        partners = tokenize(corrupted, tokenizer, corrupted_answer, None, None)
+        names = [f"pair {index}" for index in range(len(clean))]
+        tokenized = tokenize(clean, tokenizer, answer, wrong, positions, names)
+        partners = tokenize(corrupted, tokenizer, corrupted_answer, None, None, _corrupted(names))
+        return cls._of_pairs(tokenized, partners, tokenizer, groups, names)
+
+    @classmethod
+    def _of_pairs(
+        cls,
+        tokenized: Sequence[TokenizedText],
+        partners: Sequence[TokenizedText],
+        tokenizer: Any,
+        groups: Sequence[Hashable] | None,
+        names: Sequence[str],
+    ) -> "tuple[Prompts, Prompts]":
+        """Clean and corrupted prompts; `partners` go on with the right answers to the corrupted texts, if any."""
         pairs = [(text, other, other.ids[: other.n_text]) for text, other in zip(tokenized, partners, strict=True)]
-        if same := [index for index, (text, _, ids) in enumerate(pairs) if text.ids[: text.n_text] == ids]:
+        if same := [name for name, (text, _, ids) in zip(names, pairs, strict=True) if text.ids[: text.n_text] == ids]:
             raise ValueError(
-                f"{len(same)} of {len(clean)} pairs, such as pair {same[0]}, have a corrupted text equal to the clean "
+                f"{len(same)} of {len(pairs)} pairs, such as {same[0]}, have a corrupted text equal to the clean "
                 "one, token for token, where no patch changes anything: change what the answer depends on, or leave "
                 "them out"
             )
-        for index, (text, _, ids) in enumerate(pairs):
-            check_aligned(index, text, ids, tokenizer)
+        for name, (text, _, ids) in zip(names, pairs, strict=True):
+            check_aligned(name, text, ids, tokenizer)
         prompts = cls._of_texts(tokenized, tokenizer, groups)
         inputs, own_correct = prompts.inputs.clone(), None
         for row, (text, _, ids) in enumerate(pairs):
             first = prompts.inputs.shape[1] - len(text.ids)
             inputs[row, first : first + text.n_text] = torch.tensor(ids)
         strings = {**prompts.token_strings, **text_of(tokenizer, inputs[prompts.mask].unique())}
-        if corrupted_answer is not None:
+        if len(partners[0].ids) > partners[0].n_text:
             tokens = [
                 token
                 for text, other, _ in pairs
@@ -663,37 +676,28 @@ class Prompts:
 
         Raises:
             KeyError: A relation with the name of a position that is not there.
-            ValueError: No such file, or a line that does not fit; the message names the line, or the text, pair or
-                prompt, counted from 0.
+            ValueError: No such file, or a line that does not fit; the message names the line, counted from 1.
         """
-        columns = read_jsonl(path)
+        columns, lines = read_jsonl(path)
         named = places(columns["positions"]) if "positions" in columns else None
-        group, answer, wrong = (columns.get(key) for key in ("group", "answer", "wrong"))
-        if "corrupted" in columns and answer is not None:
-            clean, corrupted = cls.from_pairs(
-                columns["text"],
-                columns["corrupted"],
-                tokenizer,
-                answer=answer,
-                wrong=wrong,
-                corrupted_answer=columns.get("corrupted_answer"),
-                positions=named,
-                groups=group,
-            )
-        else:
-            clean = cls.from_texts(
-                columns["text"], tokenizer, answer=answer, wrong=wrong, positions=named, groups=group
-            )
-            corrupted = None
-        relations: dict[str, Relation] = {}
-        for name in columns.get("relations", [{}])[0]:
-            lines = [line[name] for line in columns["relations"]]
-            relations[name] = Relation.from_pairs(
-                [(prompt, line["query"], line["keys"]) for prompt, line in enumerate(lines)],
-                prompts=clean,
-                name=name,
-                candidates=[line.get("candidates") for line in lines],
-            )
+        group, answer, wrong, partner_texts = (columns.get(key) for key in ("group", "answer", "wrong", "corrupted"))
+        names = [f"line {line}" for line in lines]
+        try:
+            tokenized = tokenize(columns["text"], tokenizer, answer, wrong, named, names)
+            if partner_texts is None:
+                clean, corrupted = cls._of_texts(tokenized, tokenizer, group), None
+            else:
+                own_answer = columns.get("corrupted_answer")
+                partners = tokenize(partner_texts, tokenizer, own_answer, None, None, _corrupted(names))
+                clean, corrupted = cls._of_pairs(tokenized, partners, tokenizer, group, names)
+            relations: dict[str, Relation] = {}
+            for name in columns.get("relations", [{}])[0]:
+                of_lines = [line[name] for line in columns["relations"]]
+                pairs = [(prompt, line["query"], line["keys"]) for prompt, line in enumerate(of_lines)]
+                candidates = [line.get("candidates") for line in of_lines]
+                relations[name] = Relation.of_named(pairs, clean, name, candidates, names)
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r}, {error}") from error
         clean = clean.with_relations(**relations)
         return clean, None if corrupted is None else replace(corrupted, relations=clean.relations)
 
@@ -763,6 +767,11 @@ class Prompts:
             latent=_named(tensors, "latent."),
             positions=_named(tensors, "positions."),
         )
+
+
+def _corrupted(names: Sequence[str]) -> list[str]:
+    """How messages call the corrupted texts of pairs."""
+    return [f"{name}, corrupted" for name in names]
 
 
 def _known(answer: Sequence[int], own: Sequence[int]) -> list[int]:

@@ -96,6 +96,19 @@ class Relation:
         [0]
         """
         _check_prompts(prompts)
+        names = [f"prompt {index}" for index in range(len(prompts))]
+        return cls.of_named(pairs, prompts, name, candidates, names)
+
+    @classmethod
+    def of_named(
+        cls,
+        pairs: Sequence[tuple[int, int | str, Sequence[int | str]]],
+        prompts: Any,
+        name: str,
+        candidates: Sequence[Any] | None,
+        names: Sequence[str],
+    ) -> "Relation":
+        """Does what `from_pairs` does; `names` is how messages call each prompt, such as `"line 3"` of a file."""
         if not pairs:
             raise ValueError(f"relation {name!r}: no pairs; give (prompt, query, keys) for each row")
         if candidates is None or (len(candidates) and isinstance(candidates[0], int | str)):
@@ -106,10 +119,10 @@ class Relation:
             raise ValueError(f"relation {name!r}: {len(of_rows)} sets of candidates for {len(pairs)} rows")
         if len({among is None for among in of_rows}) > 1:
             raise ValueError(f"relation {name!r}: candidates for some rows only; give them for all rows or for none")
-        rows = [_Row(name, prompts, pair, among) for pair, among in zip(pairs, of_rows, strict=True)]
+        rows = [_Row(name, prompts, pair, among, names) for pair, among in zip(pairs, of_rows, strict=True)]
         rows.sort(key=lambda row: (row.prompt, row.query))
-        key_label, key_value = _labels(name, rows, [row.keys for row in rows], prompts.mask)
-        candidate_label, candidate_value = _labels(name, rows, [row.candidates for row in rows], prompts.mask)
+        key_label, key_value = _labels(rows, [row.keys for row in rows], prompts.mask)
+        candidate_label, candidate_value = _labels(rows, [row.candidates for row in rows], prompts.mask)
         columns = ("target", "prompt", "query")
         target, prompt, query = (torch.tensor([getattr(row, column) for row in rows]) for column in columns)
         relation = cls(name, target, prompt, query, key_value, candidate_value, key_label, candidate_label)
@@ -176,12 +189,19 @@ class _Row:
     """One row of a relation of pairs, with its positions as columns."""
 
     def __init__(
-        self, name: str, prompts: Any, pair: tuple[int, int | str, Sequence[int | str]], candidates: Any
+        self,
+        name: str,
+        prompts: Any,
+        pair: tuple[int, int | str, Sequence[int | str]],
+        candidates: Any,
+        names: Sequence[str],
     ) -> None:
         self.prompt, query, keys = pair
-        origin = f"relation {name!r}, prompt {self.prompt}"
         if not 0 <= self.prompt < len(prompts):
-            raise ValueError(f"{origin}: there are {len(prompts)} prompts, counted from 0")
+            raise ValueError(
+                f"relation {name!r}, prompt {self.prompt}: there are {len(prompts)} prompts, counted from 0"
+            )
+        origin = self.origin = f"relation {name!r}, {names[self.prompt]}"
         if isinstance(keys, int | str) or not len(keys):
             raise ValueError(f"{origin}: keys={keys!r}; give a list of positions, at least one")
         self.query = self._column(origin, prompts, query)
@@ -209,7 +229,7 @@ class _Row:
 
 
 def _labels(
-    name: str, rows: Sequence[_Row], sets: Sequence[Sequence[int]], mask: Bool[Tensor, "prompt pos"]
+    rows: Sequence[_Row], sets: Sequence[Sequence[int]], mask: Bool[Tensor, "prompt pos"]
 ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, " row"]]:
     """Labels positions so that the set of each row is what carries the row's label up to its query.
 
@@ -226,7 +246,7 @@ def _labels(
         seen = (label[row.prompt, : row.query + 1] == value).nonzero()[:, 0].tolist()
         if seen != list(columns):
             raise ValueError(
-                f"relation {name!r}, prompt {row.prompt}: the keys or candidates of query {row.query} overlap with "
+                f"{row.origin}: the keys or candidates of query {row.query} overlap with "
                 "those of another query without being alike: make two relations of them"
             )
     return label, torch.tensor(values)

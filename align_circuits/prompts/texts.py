@@ -1,5 +1,6 @@
 """Texts as token ids: where an answer begins, where a word stands, and whether two texts are aligned token by token."""
 
+import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -37,8 +38,11 @@ def tokenize(
     answer: Sequence[str] | None,
     wrong: Sequence[str] | None,
     positions: Mapping[str, Place | Sequence[Place]] | None,
+    names: Sequence[str] | None = None,
 ) -> list[TokenizedText]:
     """Returns texts as token ids, with the special tokens that the tokenizer adds by itself.
+
+    Messages call the texts by `names`, such as `"line 3"` of a file; by default by their index, `"text 2"`.
 
     Raises:
         ValueError: Lists of different lengths, an answer that does not begin at a token of its own, a wrong answer that
@@ -49,6 +53,7 @@ def tokenize(
     """
     if not texts:
         raise ValueError("no texts: give at least one")
+    names = names or [f"text {index}" for index in range(len(texts))]
     if wrong is not None and answer is None:
         raise ValueError("wrong answers without answers: give answer= too")
     columns = {"answer": answer, "wrong": wrong}
@@ -59,20 +64,22 @@ def tokenize(
     if answer is not None and END in named:
         raise ValueError(f"positions: {END!r} is the text's last token by itself; take another name")
     tokenized, doubts, refused = [], {}, {}
-    for index, text in enumerate(texts):
+    for index, (text, text_name) in enumerate(zip(texts, names, strict=True)):
         ids = _ids(tokenizer, text)
         if not ids:
-            raise ValueError(f"text {index} is empty")
-        columns_of = {name: _place(tokenizer, index, text, ids, name, given[index]) for name, given in named.items()}
+            raise ValueError(f"{text_name}: the text is empty; give one of at least one token")
+        columns_of = {
+            name: _place(tokenizer, text_name, text, ids, name, given[index]) for name, given in named.items()
+        }
         answered, wrong_ids = ids, []
         if answer is not None:
-            answered = ids + _continuation(tokenizer, index, "answer", text, ids, answer[index])
+            answered = ids + _continuation(tokenizer, text_name, "answer", text, ids, answer[index])
             columns_of[END] = len(ids) - 1
         if answer is not None and wrong is not None:
-            wrong_ids = _continuation(tokenizer, index, "wrong answer", text, ids, wrong[index])
+            wrong_ids = _continuation(tokenizer, text_name, "wrong answer", text, ids, wrong[index])
             right_ids = answered[len(ids) :]
             if right_ids[0] == wrong_ids[0]:
-                refused[index] = (
+                refused[text_name] = (
                     f"the answer {tokenizer.decode(right_ids)!r} cannot be compared with the wrong one "
                     f"{tokenizer.decode(wrong_ids)!r}: they begin with the same token"
                 )
@@ -81,17 +88,15 @@ def tokenize(
         tokenized.append(TokenizedText(text, answered, len(ids), wrong_ids, columns_of))
         places_of = {name: given[index] for name, given in named.items()}
         if doubt := _doubt(tokenizer, text, "" if answer is None else answer[index], places_of):
-            doubts[index] = doubt
+            doubts[text_name] = doubt
     if refused:
-        (index, apart), *more = refused.items()
-        also = (
-            f"; so it is with text{'s' * (len(more) > 1)} {', '.join(str(other) for other, _ in more)}" if more else ""
-        )
-        raise ValueError(f"text {index}: {apart}; give answers that differ in the first{also}")
+        (first, apart), *more = refused.items()
+        also = f"; so it is with {', '.join(other for other, _ in more)}" if more else ""
+        raise ValueError(f"{first}: {apart}; give answers that differ in the first{also}")
     if doubts:
         first, doubt = next(iter(doubts.items()))
         # The level of whoever called `Prompts.from_texts` or `from_pairs`, which `@checked` wraps.
-        warnings.warn(f"{len(doubts)} of {len(texts)} texts, such as text {first}: {doubt}", stacklevel=4)
+        warnings.warn(f"{len(doubts)} of {len(texts)} texts, such as {first}: {doubt}", stacklevel=4)
     return tokenized
 
 
@@ -128,11 +133,11 @@ def _joins_spaces(tokenizer: Any, word: str) -> bool:
     return alone != behind_space and len(behind_space) <= len(alone)
 
 
-def check_aligned(index: int, clean: TokenizedText, corrupted: Sequence[int], tokenizer: Any) -> None:
+def check_aligned(name: str, clean: TokenizedText, corrupted: Sequence[int], tokenizer: Any) -> None:
     """Raises unless a corrupted text has as many tokens as its clean one.
 
     Raises:
-        ValueError: They differ in length; the message shows the first place where they do.
+        ValueError: They differ in length; the message shows the first place where they do, of the pair of this name.
     """
     ids = clean.ids[: clean.n_text]
     if len(ids) == len(corrupted):
@@ -141,7 +146,7 @@ def check_aligned(index: int, clean: TokenizedText, corrupted: Sequence[int], to
         if end - start != other_end - other_start:
             words, others = (tokenizer.decode(ids[start:end]), tokenizer.decode(corrupted[other_start:other_end]))
             raise ValueError(
-                f"pair {index}: at token {start} the clean text has {words!r} ({end - start} tokens) and the corrupted "
+                f"{name}: at token {start} the clean text has {words!r} ({end - start} tokens) and the corrupted "
                 f"one {others!r} ({other_end - other_start} tokens): take words of equally many tokens"
             )
 
@@ -214,30 +219,31 @@ def _ended(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
     return end != "" and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(end)
 
 
-def _continuation(tokenizer: Any, index: int, what: str, text: str, ids: list[int], answer: str) -> list[int]:
+def _continuation(tokenizer: Any, text_name: str, what: str, text: str, ids: list[int], answer: str) -> list[int]:
     """The tokens of an answer behind a text, if it starts a token of its own."""
     both = _ids(tokenizer, text + answer)
     if both[: len(ids)] != ids or len(both) == len(ids):
         remedy = "with most tokenizers it begins with a space, and the text ends without one"
         if text.endswith(" "):
             remedy = f"the space at the end of the text belongs to it: end the text without, and give {' ' + answer!r}"
-        raise ValueError(f"text {index}: the {what} {answer!r} is no token of its own behind {text[-20:]!r}; {remedy}")
+        raise ValueError(f"{text_name}: the {what} {answer!r} is no token of its own behind {text[-20:]!r}; {remedy}")
     return both[len(ids) :]
 
 
-def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, place: Place) -> int:
+def _place(tokenizer: Any, text_name: str, text: str, ids: list[int], name: str, place: Place) -> int:
     """The index of the token where a named position lies."""
     if isinstance(place, int):
         if not -len(ids) <= place < len(ids):
-            raise ValueError(f"positions[{name!r}]: no token {place} in text {index}, which has {len(ids)}")
+            raise ValueError(f"{text_name}: positions[{name!r}]: no token {place}; the text has {len(ids)}")
         return place % len(ids)
     word, occurrence = (place, None) if isinstance(place, str) else place
     starts = _occurrences(text, word)
     if not starts or (occurrence is not None and not -len(starts) <= occurrence < len(starts)):
-        raise ValueError(f"positions[{name!r}]: text {index} has {word!r} {len(starts)} times: {text!r}")
+        raise ValueError(f"{text_name}: positions[{name!r}]: the text has {word!r} {len(starts)} times: {text!r}")
     if occurrence is None and len(starts) > 1:
+        first = json.dumps([word, 0], ensure_ascii=False) if text_name.startswith("line") else f"({word!r}, 0)"
         raise ValueError(
-            f"positions[{name!r}]: {word!r} occurs {len(starts)} times in text {index}; say which one, as ({word!r}, 0)"
+            f"{text_name}: positions[{name!r}]: {word!r} occurs {len(starts)} times; say which one, as {first}"
         )
     last = starts[occurrence or 0] + len(word) - 1
     if not getattr(tokenizer, "is_fast", False):
@@ -245,7 +251,7 @@ def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, pla
     encoded = read_by(tokenizer, text, return_offsets_mapping=True)
     offsets = encoded["offset_mapping"][_doubled(tokenizer, text, encoded["input_ids"]) :]
     if not (tokens := [token for token, (start, end) in enumerate(offsets) if start <= last < end]):
-        raise ValueError(f"positions[{name!r}]: no token of text {index} holds the end of {word!r}; take another part")
+        raise ValueError(f"{text_name}: positions[{name!r}]: no token holds the end of {word!r}; take another part")
     return tokens[-1]  # a letter of several bytes may be several tokens
 
 

@@ -103,14 +103,17 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["score", "--threads", "0"], "--threads 0: give 1 to 1024"),
         (["score", "--threads", "99999"], "--threads 99999: give 1 to 1024"),
         (["score", "--style", "marked"], "marked"),
-        (["score", "--batch-size", "0"], "batch_size=0"),
+        (["score", "--batch-size", "0"], "--batch-size 0: give a positive number"),
         (["score", "--model", "toy-llama", "--prompts", "no.jsonl"], "no file 'no.jsonl'"),
         (["score", "--tokenizer", "folder"], "leave out --tokenizer"),
         (["localize", "--style", "marked"], "standard style only"),
         (["tune", "--n", "4"], "at least 8 prompts"),
-        (["tune", "--method", "standard"], "automata='task'"),
-        (["ablate", *SMALL, "--screen", "2"], "screen=2.0: give the share of heads"),
-        (["patch", *SMALL, "--screen", "2"], "screen=2.0: give the share of heads"),
+        (["tune", "--method", "standard"], "give the task --automata task"),
+        (["ablate", *SMALL, "--screen", "2"], "--screen 2.0: give the share of heads"),
+        (["patch", *SMALL, "--screen", "2"], "--screen 2.0: give the share of heads"),
+        (["patch", *SMALL, "--metric", "logit_diff"], "--metric logit_diff compares with a wrong answer, and these"),
+        (["evaluate", *SMALL, "--metrics", "logit_diff"], "--metrics logit_diff compares with a wrong answer"),
+        (["patch", "--targets", "first"], "--targets first is about the answers of a file"),
         (["patch", "--jobs", "0"], "--jobs 0: give at least 1"),
         (["patch", "--slurm-gpus", "1"], "are options of --on slurm"),
         (["reproduce", "localize/ground-truth", "--on", "ray"], "give 'dask://HOST:PORT' or 'slurm'"),
@@ -491,7 +494,18 @@ def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
     assert "--n 9: " in capsys.readouterr().err
     assert main(["tune", *common]) == 2
     assert "tunes on a task" in capsys.readouterr().err
-    lines = [{"text": json.loads(line)["text"]} for line in pairs_file.read_text().splitlines()]
+    lines = [json.loads(line) for line in pairs_file.read_text().splitlines()]
+    uneven = [*lines[:2], lines[2] | {"answer": lines[2]["answer"] + "a"}, *lines[3:]]
+    pairs_file.write_text("\n\n".join(map(json.dumps, uneven)))
+    for verb, option in (("patch", "--metric"), ("evaluate", "--metrics")):
+        assert main([verb, *common, option, "logit_diff"]) == 2
+        printed = capsys.readouterr().err
+        assert f"line 5: the answer has 2 tokens and the wrong one another number, so that {option} logit" in printed
+        assert "add --targets first" in printed
+    assert main(["evaluate", *common, "--metrics", "logit_diff", "--targets", "first"]) == 0
+    assert {*Table.load(tmp_path / "out").frame["kind"]} == {"all", "first"}
+    common.append("--overwrite")
+    lines = [{"text": line["text"]} for line in lines]
     pairs_file.write_text("\n".join(map(json.dumps, lines)))
     assert main(["patch", *common, "--positions", "each"]) == 2
     assert "--positions each patches whole layers: leave out" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import align_circuits as ac
 from align_circuits.cli import main
-from align_circuits.cli.entry import PROGRESS, VERBS, Output, warnings_as_lines
+from align_circuits.cli.entry import PROGRESS, VERBS, Output, in_options, verb_class, warnings_as_lines
 from align_circuits.cli.help_texts import parser_help
 from align_circuits.jobs.control_characters import printable
 from align_circuits.prompts.jsonl import read_jsonl
@@ -54,9 +54,21 @@ def test_the_line_of_a_file_of_prompts_in_the_help_can_be_read(tmp_path):
     assert example is not None
     (tmp_path / "prompts.jsonl").write_text(example[1])
     (line,) = (json.loads(text) for text in example[1].splitlines())
-    columns = read_jsonl(tmp_path / "prompts.jsonl")
+    columns, _ = read_jsonl(tmp_path / "prompts.jsonl")
     assert columns == {key: [value] for key, value in line.items()}
     assert {*line["relations"]["finds the name"]["candidates"]} == {*line["positions"]}
+
+
+def test_errors_speak_of_options():
+    verb = verb_class("patch")()
+    for message, shown in {
+        "batch_size=0: give a number": "--batch-size 0: give a number",
+        "metric='logit_diff' needs answers": "--metric logit_diff needs answers",
+        "set spaced=False, or bos=True": "set --no-spaced, or --bos",
+        "x_len is 30: give x_len up to 26": "--x-len is 30: give --x-len up to 26",
+        "leave screen out; see prompts.n and 'x_len'": "leave screen out; see prompts.n and 'x_len'",
+    }.items():
+        assert in_options(message, verb) == shown
 
 
 def test_help_of_the_command_of_each_is_that_of_its_verb(capsys):

@@ -61,7 +61,7 @@ def test_only_the_text_is_required(file, char_tokenizer):
 
 def test_line_separators_inside_of_strings_and_byte_order_marks(file):
     line = json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False)
-    assert read_jsonl(file(raw=f"\ufeff{line}\r\n\n{line}\n"))["text"] == ["a\u2028b\x85c"] * 2
+    assert read_jsonl(file(raw=f"\ufeff{line}\r\n\n{line}\n")) == ({"text": ["a\u2028b\x85c"] * 2}, [1, 3])
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def changed(**changes: Any) -> dict[str, Any]:
         ("{", r"line 2: no JSON \("),
         (changed(text=3), "line 2: give an object with a string 'text'"),
         (changed(size=2, colour="red"), "line 2: unknown key 'colour'; a line may have text, answer"),
-        (changed(answer=None), "line 2: answer is NoneType; give a string"),
-        (changed(positions=["one"]), "line 2: positions is list; give an object, by name"),
-        (changed(group=None), "line 2: group is NoneType; give a string or a number"),
+        (changed(answer=None), "line 2: answer is null; give a string"),
+        (changed(positions=["one"]), r'line 2: positions is \["one"\]; give an object, by name'),
+        (changed(group=None), "line 2: group is null; give a string or a number"),
         (changed(group=...), "line 2: 'group' stands in some lines only"),
         (changed(wrong=..., group=...), "line 2: 'group' stands in some lines only"),
         (changed(positions={"one": 1}), "line 2: positions has other names than the first line"),
@@ -118,7 +118,33 @@ def test_files_that_hold_no_prompts(file, tmp_path, char_tokenizer):
 
 
 def test_what_the_tokenizer_finds_is_named_too(file, char_tokenizer):
-    refused("pair 1: at token", Prompts.from_jsonl, file(LINE, LONGER | {"corrupted": "xcdd:"}), char_tokenizer)
+    changes = [
+        ({"corrupted": "xcdd:"}, "at token . the clean text has"),
+        ({"corrupted": "xdc:"}, None),
+        ({"answer": ""}, "the answer '' is no token of its own"),
+        ({"wrong": "a"}, "the answer 'a' cannot be compared"),
+        ({"positions": {"one": "c", "two": 9}}, r"positions\['two'\]: no token 9; the text has 5"),
+        (
+            {"text": "ccc:", "corrupted": "ddd:"},
+            r"positions\['one'\]: 'c' occurs 3 times; say which one, as \[\"c\", 0\]",
+        ),
+    ]
+    for change, message in changes:
+        path = file(raw=f"{json.dumps(LINE)}\n\n{json.dumps(LONGER | change)}\n")
+        says = "such as line 3, have" if message is None else f"prompts.jsonl', line 3: {message}"
+        refused(says, Prompts.from_jsonl, path, char_tokenizer)
+    path = file(LINE, LONGER | {"corrupted_answer": ""})
+    refused("line 2, corrupted: the answer ''", Prompts.from_jsonl, path, char_tokenizer)
+    behind = LONGER | {
+        "relations": {"mover": MOVER | {"query": "one", "keys": ["two"]}},
+        "positions": {"one": 1, "two": 2},
+    }
+    refused(
+        "relation 'mover', line 2: key 2 lies behind its query 1",
+        Prompts.from_jsonl,
+        file(LINE, behind),
+        char_tokenizer,
+    )
     wrong = LINE | {"relations": {"mover": {"query": "END", "keys": ["three"]}}}
     with pytest.raises(KeyError, match="no position 'three' in these prompts; they have 'one', 'two', 'END'"):
         Prompts.from_jsonl(file(wrong), char_tokenizer)
