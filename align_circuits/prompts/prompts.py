@@ -282,6 +282,7 @@ class Prompts:
 
     def column(self, name: str) -> Tensor:
         """Returns a numeric column of `targets` as a tensor."""
+        # A copy, since torch warns of memory that pandas lets nobody write to.
         return torch.from_numpy(self.targets[name].to_numpy(copy=True))
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> "Prompts":
@@ -470,6 +471,7 @@ class Prompts:
         [1]
         """
         try:
+            # Takes the integers of numpy and torch too, and refuses floats.
             rows = [[operator.index(token) for token in row] for row in ids]
         except TypeError as error:
             raise ValueError("give a list of token ids for each prompt, [[5, 7, 9]] for a single one") from error
@@ -726,7 +728,10 @@ class Prompts:
         }
         with replacing(path) as temporary:
             save_file(
-                {k: v.clone().contiguous() for k, v in tensors.items()}, temporary, {"prompts": json.dumps(header)}
+                # Cloned: safetensors refuses tensors that share memory, as rows of one layout do.
+                {k: v.clone().contiguous() for k, v in tensors.items()},
+                temporary,
+                {"prompts": json.dumps(header)},
             )
 
     @classmethod

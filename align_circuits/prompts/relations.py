@@ -243,6 +243,7 @@ def _labels(
         label[row.prompt, columns] = value
         values.append(value)
     for row, columns, value in zip(rows, sets, values, strict=True):
+        # Only now, since a later row may have put its label at further positions.
         seen = (label[row.prompt, : row.query + 1] == value).nonzero()[:, 0].tolist()
         if seen != list(columns):
             raise ValueError(

@@ -142,6 +142,7 @@ def check_aligned(name: str, clean: TokenizedText, corrupted: Sequence[int], tok
     ids = clean.ids[: clean.n_text]
     if len(ids) == len(corrupted):
         return
+    # Left to itself, it ignores tokens that are frequent in a long text.
     for _, start, end, other_start, other_end in SequenceMatcher(None, ids, corrupted, autojunk=False).get_opcodes():
         if end - start != other_end - other_start:
             words, others = (tokenizer.decode(ids[start:end]), tokenizer.decode(corrupted[other_start:other_end]))
@@ -265,6 +266,7 @@ _BYTE_OF |= {chr(0x100 + n): byte for n, byte in enumerate(byte for byte in rang
 
 def text_of_token(tokenizer: Any, token: int) -> str:
     """Returns the text of a token; bytes that are only a part of a character as `<0xE4>`, not as "\ufffd"."""
+    # The clean-up would take the space before a comma or a full stop away.
     text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     spelled = tokenizer.convert_ids_to_tokens(token) or ""
     if "▁" in spelled and "▁" not in text:  # SentencePiece's decoder leaves out the space before a first word

@@ -94,4 +94,5 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _TEMPLATES.filters["readable"] = readable
+# Without spaces: pages of attention are mostly numbers.
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}

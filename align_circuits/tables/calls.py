@@ -89,4 +89,5 @@ def _read(value: Any, folder: Path, classes: Mapping[str, type]) -> Any:
     if value.get(_CLASS) == "Prompts":
         return Prompts.load(inside(folder, value["file"]))
     entries = {name: _read(entry_json, folder, classes) for name, entry_json in value.items() if name != _CLASS}
+    # Only classes that the caller lists: no file chooses what code runs.
     return classes[value[_CLASS]](**entries) if _CLASS in value else entries

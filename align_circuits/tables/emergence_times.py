@@ -102,6 +102,7 @@ def steepest_share(
     rise = reached.max() - values[0]
     if not rise >= min_rise:
         return float("nan")
+    # A dip below the start is not part of the rise.
     level = np.maximum(reached, values[0])
     starts = steps[: len(level)]
     steepest = max(
@@ -179,6 +180,7 @@ def emergence_step(
                     min_rise=min_rise,
                     sustained=sustained,
                 )
+                # Rows of the whole model have missing keys, which pandas would drop.
                 for group, course in frame.sort_values("step").groupby(by, sort=False, dropna=False)
             }
         )

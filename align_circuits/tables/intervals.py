@@ -116,6 +116,7 @@ def proportion(
     same, share, differ = _majority(values, weights)  # of the prompts with other values: their share and their number
     u = betaincinv(prompts * share + 1, prompts * (1 - share), TAILS[1])
     alike = (2 * differ < counts) & ((differ == 1) | (same > 0) & (same < 1))
+    # In this order: `select` takes the first that applies.
     kinds = [counts < 2, mean == 0, mean == 1, alike]
     low = np.select(kinds, [np.nan, 0.0, reach, same - u * same], low)
     high = np.select(kinds, [np.nan, 1 - reach, 1.0, same + u * (1 - same)], high)
@@ -261,15 +262,15 @@ def p_above_zero(values: Float[ndarray, "row prompt"], weights: Float[ndarray, "
     bends = np.stack([skew, skew - 3 * pull])
     p = stdtr(np.maximum(prompts - 1, 1), -(t + bends * t**2 / 3 + bends**2 * t**3 / 27 + skew / 6)).max(0)
     alike = np.where(mean > 0, 0.5 ** (weights > 0).sum(1), 1.0)
-    return np.where(
-        prompts > 1 + 1e-9, np.where(spread, p, alike), 1.0
-    )  # (Σw)²/Σw² of one prompt is 1 but for rounding
+    several = prompts > 1 + 1e-9  # (Σw)²/Σw² of one prompt is 1 but for rounding
+    return np.where(several, np.where(spread, p, alike), 1.0)
 
 
 def benjamini_hochberg(p: Float[ndarray, " test"]) -> Float[ndarray, " test"]:
     """Returns the smallest false discovery rate at which each test is a discovery (Benjamini and Hochberg, 1995)."""
     order = p.argsort()[::-1]  # scipy.stats has this too, but takes .3 s to import
     q = p[order] * len(p) / np.arange(len(p), 0, -1)
+    # From the largest p down, so that no larger p has a smaller q.
     return np.minimum.accumulate(q)[order.argsort()]
 
 
@@ -308,6 +309,7 @@ def _betting_low(
     known = np.where(counted, values, 0)
     means = (0.5 + (share * known).cumsum(1)) / (1 + share.cumsum(1))
     spread = (0.25 + (share**2 * (known - means) ** 2).cumsum(1)) / (1 + counted.cumsum(1))
+    # Shifted by one, since a bet must not know its own prompt; 1/4 is the largest variance of values in [0, 1].
     before = np.concatenate([np.full((len(values), 1), 0.25), spread[:, :-1]], axis=1)
     stake = np.sqrt(2 * _WINS / (np.maximum(counted.sum(1, keepdims=True), 1) * before)) * share
 

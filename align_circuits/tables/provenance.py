@@ -41,6 +41,7 @@ class Provenance:
         """
         try:
             given = json.loads(text)
+            # It tells how to read the file beside it, and is no field.
             given.pop(TEXTS, None)
             for name, value in given.items():
                 if not isinstance(value, str if name in ("verb", "engine") else dict):

@@ -225,6 +225,7 @@ class Table:
             if self.provenance.verb in _LEVELS:
                 above = above - runs.values[of_run[baselines.CORRUPTED, *key]]
             elif "noise" in _directions(self):
+                # (patched - clean) + (clean - corrupted) = patched - corrupted.
                 above = above + gap
             if baselines.is_apart(runs.frame.iloc[gap_row]):
                 value[rows], low[rows], high[rows] = stats.ratio(above, gap, runs.weights[gap_row])
@@ -457,12 +458,11 @@ class Table:
             for name, frame in zip(tables, frames, strict=True):
                 frame.insert(0, key, name)
         keys = list(dict.fromkeys(column for frame in frames for column in frame if column not in VALUES))
+        # Joined as objects, or missing keys would turn integers into floats.
         frame: Any = pd.concat([frame.astype(object) for frame in frames], ignore_index=True)[[*keys, *VALUES]]
         types = frames[0].dtypes.to_dict()
         shared = {name: kind for name, kind in types.items() if all(frame.dtypes.get(name) == kind for frame in frames)}
-        frame = frame.astype(
-            shared
-        ).infer_objects()  # joined as objects, or missing keys would turn integers into floats
+        frame = frame.astype(shared).infer_objects()
         if (twice := frame.duplicated(keys)).any():
             row = ", ".join(f"{name} {value}" for name, value in frame.loc[twice, keys].iloc[0].items())
             raise ValueError(
@@ -562,6 +562,7 @@ class Table:
             texts: list[str] = json.loads(text).get(TEXTS, [])
             frame = pd.read_csv(path)
             if texts:
+                # Among texts, "None" and "NA" are names.
                 as_texts = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=[""])
                 frame = frame.assign(**{name: as_texts[name].astype(object) for name in texts})
             table = cls(frame, provenance)

@@ -51,6 +51,7 @@ def sample_alignment(
         drawn = rng.uniform("alignment", x_len, 1).double()
         return tuple(torch.searchsorted(edges, drawn, right=True)[:, 0].tolist())
     while True:
+        # Drawn again where it is the identity: the other permutations stay equally likely.
         order = tuple(rng.order("alignment", x_len).tolist())
         if order != tuple(range(x_len)):
             return order

@@ -71,6 +71,7 @@ class Automata:
         letter = alphabet.gather(2, rank.flatten(2).long()).view(rank.shape)
         following = 1 + rng.distinct("automata.next", edges, n_states.expand(n, x_len, states))
         return cls(
+            # A byte an entry is enough: `seq2seq` allows at most 100 letters and states.
             letter.masked_fill(missing, NONE).to(torch.int8),
             following.masked_fill(missing, NONE).to(torch.int8),
             n_edges.to(torch.int8),

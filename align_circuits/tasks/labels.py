@@ -76,8 +76,8 @@ def write(
 ) -> Int[Tensor, "prompt pos"]:
     """Returns the token ids of prompts with these latent variables, `LATENT`.
 
-    `which` is the symbol that each phrase translates; `fixed`, `symbols` and `letters` are the token ids of delimiters,
-    alphabet and letters.
+    `copied` is the symbol that each phrase translates; `fixed`, `symbols` and `letters` are the token ids of
+    delimiters, alphabet and letters.
     """
     symbol_ids = symbols[latent["symbols"]]
     inputs, copies = (symbol_ids.gather(1, index.flatten(1)).view_as(index) for index in (latent["order"], copied))
@@ -132,6 +132,7 @@ def _align(
         key_value=torch.tensor(aligned)[phrase[first]],
         candidate_value=torch.zeros_like(first),
         key_label=key.expand(n, -1),
+        # Keys are labelled 0, 1, ...: all of them become candidates of the label 0, and the rest stays `IGNORE`.
         candidate_label=key.clamp(max=0).expand(n, -1),
     )
 

@@ -182,6 +182,7 @@ class LexiconTask(TranslationTask):
 
 def _false_lexicon(rng: Rng, symbols: Int[Tensor, "prompt word"]) -> Automata:
     """Automata that write, for each word, the translation of another one: the next in a random cycle of all."""
+    # A cycle through all words leaves none at its own translation, as another permutation could.
     cycle = rng.order("cycle", *symbols.shape)
     follower = torch.empty_like(cycle).scatter_(1, cycle, cycle.roll(-1, 1))
     letter = symbols.gather(1, follower)[:, :, None, None]

@@ -108,6 +108,7 @@ def _cut(prompts: Prompts, near: int) -> int:
         return min(max(near, 1), len(prompts) - 1)
     same = prompts.group[:, None] == prompts.group
     last = torch.stack([row.nonzero()[-1, 0] for row in same])  # the last prompt of each one's group
+    # A cut parts no group where each one that began before it has ended before it.
     ends = (last.cummax(0).values[:-1] < torch.arange(1, len(last))).nonzero()[:, 0] + 1
     if not len(ends):
         raise ValueError(

@@ -69,6 +69,7 @@ class RepeatedTokensTask(Task):
                 "different: give a shorter length or a larger vocabulary"
             )
         generator = Rng(seed, "repeated").generator("tokens")
+        # Prompt by prompt, so that the first ones are the same however many are drawn.
         rows = np.stack([generator.choice(ids, self.length, replace=False) for _ in range(n)])
         inputs = torch.from_numpy(np.tile(rows, self.repeats))
         bos = None if plain or not self.bos else known.bos_token_id

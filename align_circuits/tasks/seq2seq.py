@@ -243,6 +243,7 @@ class Seq2SeqTask(TranslationTask):
             try:
                 self._spaced_in(tokenizer, not self.spaced)
             except ValueError:
+                # With the other setting it is not read either, so spaces are not the cause.
                 raise error from None
             unread = ", whose text is not checked to be read as its tokens" if self.spaced else ""
             raise ValueError(f"{error}, or set spaced={not self.spaced}{unread}") from None
@@ -301,6 +302,7 @@ def config_of(task: Any) -> dict[str, Any]:
 def _check(task: Seq2SeqTask) -> None:
     """Refuses a configuration that cannot be sampled."""
     check_least(task, x_len=1, phrase_len=1, n_examples=0, task_seed=0)
+    # `oracle_accuracy` has a bit of an int64 for each letter.
     if task.phrase_len > 60:
         raise ValueError(f"phrase_len is {task.phrase_len}: give at most 60")
     for name in ("alphabet", "letters"):

@@ -193,6 +193,7 @@ def train(
         with autocast:
             value = loss(network, batch)
         for parameter in trained.values():
+            # Not zeros: the optimiser leaves a parameter that the loss does not reach alone, its decay included.
             parameter.grad = None
         value.backward()
         return value.detach()
@@ -213,6 +214,7 @@ def train(
         stack.callback(model.train, model.training)
         model.train()
         bar = stack.enter_context(
+            # None: drawn on a terminal alone.
             tqdm(total=config.steps, initial=max(0, first_step - 1), disable=None if progress else True, unit="step")
         )
 
@@ -236,6 +238,7 @@ def train(
                         f"step {step}: the loss is {loss_value}, its gradient has the norm {grad_norm}. The model is "
                         f"as step {step - 1} left it: lower lr={config.lr}, warm up longer, or look at that batch"
                     )
+                # Parameters share optimisers, and each takes its step once.
                 for optimizer in dict.fromkeys(optimizers.values()):
                     for group in optimizer.param_groups:
                         # Set from the step alone, not by a scheduler: there is no state to save, and `rest_lr` follows
@@ -392,6 +395,7 @@ def _seeds(seed: int, step: int) -> list[int]:
 
 
 def _reseed(device: torch.device, seed: int) -> None:
+    # `torch.manual_seed` would move the generators of all GPUs, too.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -73,6 +73,7 @@ def orthogonalized(matrices: Float[Tensor, "matrix row column"]) -> Float[Tensor
     """
     n_rows, n_columns = matrices.shape[-2:]
     x = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
+    # Wide, so that the products below are of the smaller side.
     x = x.mT if n_rows > n_columns else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     a, b, c = COEFFICIENTS

@@ -80,6 +80,7 @@ class Probe:
         order = ["step", "ood", "metric", "kind", "offset", "level", "layer", "head"]
         bounded = (keys["metric"] != "log_prob").to_numpy()
         table = Table.from_prompts(keys[order], value, weight, provenance, bounded=bounded)
+        # Prompt by prompt it would be as large as all the files of the probes.
         return replace(table, values=None, weights=None)
 
     def _metrics(self, prompts: Prompts) -> list[str]:

@@ -179,6 +179,7 @@ def pretrain_sparse(
     )
     with replacing_in(out) as new, torch.no_grad():
         for layer, writer in enumerate(network.writers()):
+            # GPT-2's Conv1D has a row for each input.
             writer.weight *= network.of(layer)[:, None]
         network.model.save_pretrained(new / "model")
         char_tokenizer().save_pretrained(new / "model")
@@ -214,6 +215,7 @@ def hints(
     for role, (layer, head) in hinted.items():
         queries, keys, gold = wanted[role]
         share = (attention[layer][:, head, queries.flatten()][..., keys.flatten()] * gold).sum(-1)
+        # A share near 0, as at the start, would have a gradient without bound.
         losses.append(-(share + 1e-4).log()[gold.any(-1).expand_as(share)].mean())
     return torch.stack(losses).sum()
 

@@ -198,6 +198,7 @@ def pretrain(
 
     def sample(step: int, batch_seed: int) -> tuple[Tensor, Tensor, Tensor]:
         stage = recipe.stage(step)
+        # One length for all documents of a batch, so that none is padded.
         length = stage.lengths[batch_seed % len(stage.lengths)]
         ids, weights, early = stage.mixture.sample(max(1, recipe.tokens // length), length, batch_seed)
         return ids, weights, early if stage.early else torch.full_like(early, PAD)
@@ -268,6 +269,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 def measure(model: nn.Module, n: int, seed: int = 1) -> dict[str, float]:
     """Returns the metrics of the log: a few accuracies, and the scores and places of the best heads."""
+    # A bridge wraps in place, and this model is being trained.
     copied: Any = copy.deepcopy(model)
     bridge = wrapped_in_place(copied, char_tokenizer())
     kinds: dict[str, tuple[int, Literal["standard", "pre-aligned"]]] = {

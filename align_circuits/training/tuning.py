@@ -336,6 +336,7 @@ def tune(
     else:
         renew, probed = follow(plain, trained), plain
     bridge = wrapped_in_place(probed, data.tokenizer)
+    # After the copy for probes was made, which keeps whole weights and stores its activations.
     if config.four_bit:
         quantise(trained)
     if config.checkpointing:
