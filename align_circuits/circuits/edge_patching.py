@@ -89,7 +89,7 @@ def patch_edges(
     sweep = pair.sweep_parts("patch_edges", model, {"edges": selected.nonzero().tolist()}, options)
     effects = sweep.measure_all(computes, progress_bar(options, int(selected.sum()), "edge"))
     provenance = pair.provenance("patch_edges", model, {}, options.engine)
-    return pair.edge_table(graph, selected, np.concatenate(effects), provenance, cached.metrics.numpy())
+    return pair.edge_table(graph, selected, np.concatenate(effects), provenance, cached.metrics.numpy(), changes=True)
 
 
 @checked
@@ -161,7 +161,7 @@ def patch_paths(
     )
     provenance = pair.provenance("patch_paths", model, {}, options.engine)
     effects = effects.swapaxes(0, 1)[selected.numpy()]
-    return pair.edge_table(graph, selected, effects, provenance, cached.metrics.numpy())
+    return pair.edge_table(graph, selected, effects, provenance, cached.metrics.numpy(), changes=True)
 
 
 def _patch_sender(graph: Graph, sender: Sender, cached: CachedPair) -> list[Edit]:

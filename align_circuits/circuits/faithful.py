@@ -103,7 +103,8 @@ def faithfulness(
     edges = circuits.sum((1, 2)).numpy()
     keys = {"circuit": ["edges"] * len(counts) + [*sets], "fraction": edges / len(order), "edges": edges}
     provenance = runs.provenance("faithfulness", {"fractions": list(fractions), "by": by})
-    measured = runs.targets.table(pd.DataFrame({**keys, "metric": runs.targets.names[0]}), values, provenance).frame
+    of_metric = pd.DataFrame({**keys, "metric": runs.targets.names[0]})
+    measured = runs.targets.table(of_metric, values, provenance, measured=True).frame
     of_model = pd.DataFrame({**keys, "metric": "faithfulness", "value": value, "low": low, "high": high})
     return Table(pd.concat([of_model.assign(n=measured["n"]), measured], ignore_index=True), provenance)
 
@@ -175,7 +176,9 @@ def completeness(
     keys = pd.DataFrame(rows, columns=["without", "of"]).assign(metric=runs.targets.names[0])
     settings = {"heads": [list(head) for head in heads], "draws": draws, "seed": seed}
     values = np.concatenate([values, circuit - model_values])
-    return runs.targets.table(keys, values, runs.provenance("completeness", settings))
+    changes = (keys["of"] == "difference").to_numpy()
+    provenance = runs.provenance("completeness", settings)
+    return runs.targets.table(keys, values, provenance, measured=~changes, changes=changes)
 
 
 @checked
@@ -218,7 +221,7 @@ def minimality(
     rows = [(*head, describe(removed) or "nothing") for head, removed in (cases[i] for i in best)]
     keys = pd.DataFrame(rows, columns=["layer", "head", "without"]).assign(metric=runs.targets.names[0])
     settings = {"heads": [list(head) for head in heads], "draws": draws, "seed": seed}
-    return runs.targets.table(keys, change[best], runs.provenance("minimality", settings))
+    return runs.targets.table(keys, change[best], runs.provenance("minimality", settings), changes=True)
 
 
 class CircuitRuns:

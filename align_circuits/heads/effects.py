@@ -13,13 +13,13 @@ from align_circuits.hooks.edits import Ablate, Patch
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.baselines import SHARES, baselines_of, other_run
+from align_circuits.run.baselines import baselines_of, other_run
 from align_circuits.run.first_order import first_order_effects
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, means_by_prompt
 from align_circuits.tables.intervals import weighted_mean
 from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table, with_level
+from align_circuits.tables.tables import SHARES, Table, with_level
 
 SCREENED_SITES = ("z", "q", "k", "v")
 """Sites at which edits can be screened."""

@@ -12,10 +12,7 @@ from torch import Tensor
 from align_circuits.run.target_metrics import TargetMetrics, means_by_prompt
 from align_circuits.tables.baselines import CHANCE, CLEAN, CORRUPTED, GAP
 from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table
-
-SHARES = ("accuracy", "prob", "interchange", "corrupted_correct")
-"""Metrics in [0, 1]."""
+from align_circuits.tables.tables import SHARES, Table
 
 
 def baselines_of(

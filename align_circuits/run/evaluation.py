@@ -15,12 +15,11 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import REFERENCES, WRONG, Prompts, text_of
-from align_circuits.run.baselines import SHARES
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import Metric, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import SHARES, Table
 
 ALL_OFFSETS = None
 """The `offset` of rows that are about all places in a phrase: missing in the table."""

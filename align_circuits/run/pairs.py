@@ -232,10 +232,13 @@ class Pair:
         values: Float[ndarray, "edge prompt"],
         provenance: Provenance,
         runs: Float[ndarray, "run prompt"] | None = None,
+        *,
+        changes: bool = False,
     ) -> Table:
         """Returns what was measured of edges as a table, keyed by sender, receiver, direction and metric.
 
-        `runs` holds the metric of base and source run, if effects are measured.
+        `runs` holds the metric of base and source run, if effects are measured; `changes` tells that they are exact
+        changes of the metric, and not estimates.
         """
         receiver, sender = edges.nonzero().T.tolist()
         keys = pd.DataFrame(
@@ -247,7 +250,7 @@ class Pair:
                 "metric": self.target_metrics.names[0],
             }
         )
-        return self.effects_table(keys, values, provenance, runs)
+        return self.effects_table(keys, values, provenance, runs, changes=changes)
 
     def effects_table(
         self,
@@ -255,9 +258,11 @@ class Pair:
         values: Float[ndarray, "row prompt"],
         provenance: Provenance,
         runs: Float[ndarray, "run prompt"] | None,
+        *,
+        changes: bool = False,
     ) -> Table:
         """Returns means over prompts as a table, beside the metric of base and source run where that is given."""
-        table = self.target_metrics.table(keys, values, provenance)
+        table = self.target_metrics.table(keys, values, provenance, changes=changes)
         if runs is None:
             return table
         by_run = dict(zip((self.base_run, other_run(self.base_run)), runs, strict=True))

@@ -24,7 +24,7 @@ from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import SHARES, Table
 
 MetricName = Literal["accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
 
@@ -384,10 +384,25 @@ class TargetMetrics:
         """Returns each prompt's mean over its targets, and their number."""
         return means_by_prompt(self.prompts, self.prompt.numpy(), values, [np.full(len(self.token), True)])
 
-    def table(self, keys: pd.DataFrame, values: Float[ndarray, "row prompt"], provenance: Provenance) -> Table:
-        """Returns means over prompts as a table; a prompt counts by its number of targets."""
+    def table(
+        self,
+        keys: pd.DataFrame,
+        values: Float[ndarray, "row prompt"],
+        provenance: Provenance,
+        *,
+        measured: Bool[ndarray, " row"] | bool = False,
+        changes: Bool[ndarray, " row"] | bool = False,
+    ) -> Table:
+        """Returns means over prompts of the single metric as a table; a prompt counts by its number of targets.
+
+        Rows that are the metric itself, as `measured`, or `changes` of it, have the bounds of a metric that is a share.
+        Estimates are neither.
+        """
         weights = np.tile(self.weights, (len(values), 1))
-        return Table.from_prompts(keys, values, weights, provenance, bounded=False, group=self.prompts.group)
+        bounds: Any = {"bounded": False}
+        if self.names[0] in SHARES:
+            bounds = {"bounded": measured, "changes": changes}
+        return Table.from_prompts(keys, values, weights, provenance, **bounds, group=self.prompts.group)
 
 
 def wrong_tokens(targets: pd.DataFrame, d_vocab: int) -> Int[Tensor, " target"]:

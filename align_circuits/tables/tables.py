@@ -39,8 +39,14 @@ PER_PROMPT = "values.safetensors"
 BASELINES = "baselines"
 """The folder within that of a table that holds its baselines."""
 
+SHARES = ("accuracy", "prob", "interchange", "corrupted_correct")
+"""Metrics in [0, 1]."""
+
 _LEVELS = ("interchange_accuracy", "interchange")
 """Verbs whose numbers are metrics of edited runs, not changes of them."""
+
+_ESTIMATES = ("attribute_heads", "attribute_edges", "attribute", "direct_logit_attribution")
+"""Verbs whose numbers are no differences of measured metrics, and have no bounds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,7 +394,10 @@ class Table:
         """Returns the difference, row paired with row by the key columns.
 
         Where both tables kept their prompts, and they are the same prompts, the interval is that of the paired
-        difference; else there is no honest interval, and low and high are NaN. A difference has no baselines.
+        difference; else there is no honest interval, and low and high are NaN. That of accuracy and other shares
+        (`SHARES`) stays within its bounds (`intervals.proportion_change`), which are -1 and 1, or -2 and 2 for
+        differences of changes; it is NaN where a prompt weighs differently on both sides. A difference has no
+        baselines.
 
         Raises:
             ValueError: Tables of other rows, or of patches in different directions.
@@ -416,7 +425,7 @@ class Table:
         same = _same_data(self, other) and bool(self.provenance.data)
         low = high = np.full(len(self), np.nan)
         if same and self.values is not None and right.values is not None:
-            low, high = stats.mean_interval(self.values, self.weights, minus=(right.values, right.weights))  # pyright: ignore[reportArgumentType]
+            low, high = self._interval_of_difference(right)
         frame = self.frame.assign(
             value=self.frame["value"].to_numpy() - right.frame["value"].to_numpy(),
             low=low,
@@ -425,6 +434,19 @@ class Table:
         )
         settings = {"left": asdict(self.provenance), "right": asdict(other.provenance)}
         return Table(frame, replace(self.provenance, verb="difference", settings=settings))
+
+    def _interval_of_difference(self, right: "Table") -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
+        """The interval of each row minus that of `right`, which has the same rows, measured on the same prompts."""
+        values, weights, other, other_weights = self.values, self.weights, right.values, right.weights
+        assert values is not None and weights is not None and other is not None and other_weights is not None
+        low, high = stats.mean_interval(values, weights, minus=(other, other_weights))
+        if (shares := _measured_shares(self) & _measured_shares(right)).any():
+            reach = 1 if _are_levels(self.provenance) and _are_levels(right.provenance) else 2
+            change = (values[shares] - other[shares]) / reach
+            bounded = np.stack(stats.proportion_change(change, weights[shares])) * reach
+            unlike = (weights[shares] != other_weights[shares]).any(1)
+            low[shares], high[shares] = np.where(unlike, np.nan, bounded)
+        return low, high
 
     @classmethod
     @checked
@@ -655,6 +677,20 @@ def _same_data(one: Table, other: Table) -> bool:
     """Whether two tables were measured on the same prompts; tuples are lists once they were saved."""
     first, second = (json.dumps(table.provenance.data, sort_keys=True, default=str) for table in (one, other))
     return first == second
+
+
+def _measured_shares(table: Table) -> Bool[ndarray, " row"]:
+    """Which rows are shares, or changes of them, that were measured and not estimated by gradients."""
+    frame: Any = table.frame
+    if "metric" not in frame or table.provenance.verb in _ESTIMATES:
+        return np.zeros(len(table), dtype=bool)
+    shares = frame["metric"].isin(SHARES)
+    return (shares & ~frame["estimated"].eq(True) if "estimated" in frame else shares).to_numpy(dtype=bool)
+
+
+def _are_levels(provenance: Provenance) -> bool:
+    """Whether the numbers of a table are metrics themselves, and not changes of them."""
+    return provenance.verb in (*_LEVELS, "evaluate")
 
 
 def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

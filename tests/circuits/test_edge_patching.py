@@ -14,6 +14,7 @@ from refusals import refused
 
 import align_circuits as ac
 from align_circuits.hooks.graph import Graph
+from align_circuits.tables.intervals import proportion_change
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
 ARCHITECTURES = ("llama", "qwen3", "gpt2", "gpt_neox")
@@ -46,6 +47,19 @@ def edges_of(graph: Graph) -> list[tuple[str, str]]:
         for column, sender in enumerate(graph.senders)
         if graph.edges[row, column]
     ]
+
+
+def test_changes_of_accuracy_stay_within_their_bounds(models, noise):
+    """Student's interval has length 0 where no prompt changes, as if that were certain."""
+    pair = ac.Pair(noise.clean, noise.corrupted, metric="accuracy")
+    for table in (
+        ac.patch_edges(models["llama"], pair, edges=[("input", "logits")]),
+        ac.patch_paths(models["llama"], pair, senders=["L0H0"]),
+    ):
+        assert table.values is not None and table.weights is not None
+        low, high = proportion_change(table.values, table.weights)
+        assert table.frame["low"].tolist() == pytest.approx(low) and table.frame["high"].tolist() == pytest.approx(high)
+        assert (high - low > 0.1).all()
 
 
 @pytest.mark.parametrize("name", slow_but(["llama", "gpt_neox"], ARCHITECTURES))

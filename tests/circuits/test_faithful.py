@@ -149,6 +149,19 @@ def test_sets_of_heads_that_are_taken_away_have_names(llama, noise):
     assert list(needed["without"]) == ["nothing"] * 2
 
 
+def test_shares_of_circuits_stay_within_their_bounds(llama, noise):
+    pair = replace(noise, metric="accuracy")
+    lost = completeness(llama, ["L0H1"], pair, draws=0)
+    assert lost.values is not None and lost.weights is not None
+    changes = (lost.frame["of"] == "difference").to_numpy()
+    for rows, interval in ((~changes, stats.proportion), (changes, stats.proportion_change)):
+        ends = np.stack(interval(lost.values[rows], lost.weights[rows]), 1)
+        np.testing.assert_array_equal(lost.frame.loc[rows, ["low", "high"]].to_numpy(), ends)
+    needed = minimality(llama, ["L0H1"], pair, draws=0)
+    assert needed.values is not None and needed.weights is not None
+    np.testing.assert_array_equal(needed.frame["low"], stats.proportion_change(needed.values, needed.weights)[0])
+
+
 def curve_of(fractions: list[float], values: list[float]) -> Table:
     frame = pd.DataFrame({"circuit": "edges", "fraction": fractions, "edges": [round(100 * x) for x in fractions]})
     frame = frame.assign(metric="faithfulness", value=values, low=0.0, high=1.0, n=1)

@@ -246,6 +246,31 @@ def test_a_difference_is_paired_by_keys_and_prompts():
     assert frame_of(left - left)[["value", "low", "high"]].eq(0).all(axis=None)
 
 
+def test_a_difference_of_shares_stays_within_its_bounds():
+    """Student's interval of eight prompts, of which seven lose the answer, reaches below -1."""
+    keys = pd.DataFrame({"metric": ["accuracy", "log_prob"]})
+    right = np.array([[1.0] * 8, [0.0] * 8])
+    left = right - np.array([0] + [1] * 7)
+    expected = np.stack(intervals.proportion_change((left - right)[:1], np.ones((1, 8))))[:, 0]
+
+    def difference(verb: str, weights: Any = 1.0, **columns: Any) -> Any:
+        made = [
+            Table.from_prompts(
+                keys.assign(**columns), values, weight * np.ones((2, 8)), Provenance(verb, data=DATA), bounded=False
+            )
+            for values, weight in ((left, weights), (right, 1.0))
+        ]
+        return frame_of(made[0] - made[1])[["low", "high"]].to_numpy()
+
+    of_levels, of_changes, estimated = map(difference, ("evaluate", "patch_heads", "attribute_heads"))
+    assert of_levels[0] == pytest.approx(expected) and of_levels[0].min() >= -1
+    assert -2 < of_changes[0, 0] < of_levels[0, 0] and of_changes[0, 1] > of_levels[0, 1], "changes reach from -2 to 2"
+    assert of_levels[1] == pytest.approx(estimated[0]) and of_levels[1, 0] < -1, "nats and estimates have no bounds"
+    assert difference("patch_heads", estimated=True)[0] == pytest.approx(estimated[0])
+    unlike = difference("evaluate", np.arange(1.0, 9))
+    assert np.isnan(unlike[0]).all() and np.isfinite(unlike[1]).all(), "prompts weigh differently on both sides"
+
+
 def with_baselines(direction: str, clean: Any, corrupted: Any, verb: str = "patch_heads", **settings: Any) -> Table:
     """Effects of two heads on one metric in six prompts of different weight, with baselines."""
     keys = pd.DataFrame({"level": "head", "layer": 0, "head": [0, 1], "direction": direction, "metric": "log_prob"})
