@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.circuits.decomposition import residual_edges_of
+from align_circuits.circuits.decomposition import on_merged_weights, residual_edges_of
 from align_circuits.hooks.edits import Patch, check_heads_apart
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.graph import Graph, Reading
@@ -164,6 +164,7 @@ def attribute_heads(
 
 @checked
 @leaves_as_found
+@on_merged_weights
 def attribute_edges(
     model: HookedModel,
     pair: Pair,

@@ -1,12 +1,15 @@
 """Checks that a model is the sum of its parts: a residual stream that heads and MLPs read and add to."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from align_circuits.hooks.compat import architectures
+from align_circuits.hooks.compat import adapters, architectures
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import modules_in
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import evaluating
 from align_circuits.hooks.residual_edges import (
@@ -19,7 +22,7 @@ from align_circuits.hooks.residual_edges import (
     sites_of,
     written_by,
 )
-from align_circuits.models.protocol import device_of
+from align_circuits.models.protocol import device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture
 
@@ -29,17 +32,38 @@ compute in float32 whatever the weights are."""
 
 NARROW = 5e-2
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def on_merged_weights(function: Function) -> Function:
+    """Makes a function run its first argument, a model, with LoRA merged into the weights that it adapts.
+
+    Provenance names the weights as they are before. It goes below `leaves_as_found`.
+    """
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs["model"]
+        model_provenance(model)  # which a call keeps
+        with adapters.merged_adapters(modules_in(model)):
+            return function(*args, **kwargs)
+
+    return wrapper  # pyright: ignore[reportReturnType]
+
 
 def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
     """Returns the residual edges of a model, after a check on one prompt that it reads and writes as its weights say.
 
     Raises:
-        ValueError: It does not: an adapter that is not merged, norms after a block, scaled residuals, experts.
+        ValueError: It does not: an adapter that cannot be merged meanwhile, norms after a block, scaled residuals,
+            experts.
     """
     module: Any = model
-    if adapted := [name for name, layer in module.named_modules() if hasattr(layer, "base_layer")]:
+    layers = [(name, layer) for name, layer in module.named_modules() if "base_layer" in getattr(layer, "_modules", {})]
+    if adapted := [name for name, layer in layers if not getattr(layer, "merged", False)]:
         raise ValueError(
-            f"{adapted[0]} carries an adapter, which the weights of heads do not show: merge it first "
+            f"{adapted[0]} carries an adapter, which the weights of heads do not show, and which cannot be merged for "
+            "the time of a run (only plain LoRA on weights of float32 or float64 can): merge it first "
             "(merge_and_unload), then load the merged model"
         )
     residual_edges = ResidualEdges(model)

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.circuits.decomposition import check_same, residual_edges_of
+from align_circuits.circuits.decomposition import check_same, on_merged_weights, residual_edges_of
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.compat import architectures, stored_weights
 from align_circuits.hooks.edits import Patch
@@ -35,6 +35,7 @@ PROFILE = ("lookup_attention", "induction_attention")
 
 @checked
 @leaves_as_found
+@on_merged_weights
 def direct_logit_attribution(
     model: HookedModel,
     prompts: Prompts,

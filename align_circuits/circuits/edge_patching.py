@@ -10,7 +10,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.checks import checked
-from align_circuits.circuits.decomposition import residual_edges_of
+from align_circuits.circuits.decomposition import on_merged_weights, residual_edges_of
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.graph import Graph, Sender
 from align_circuits.hooks.heads import HeadLike
@@ -35,6 +35,7 @@ from align_circuits.tables.tables import Table
 
 @checked
 @leaves_as_found
+@on_merged_weights
 def patch_edges(
     model: HookedModel,
     pair: Pair,

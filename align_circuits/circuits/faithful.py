@@ -14,7 +14,7 @@ from scipy.integrate import trapezoid
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.circuits.decomposition import residual_edges_of
+from align_circuits.circuits.decomposition import on_merged_weights, residual_edges_of
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, HeadLike, describe, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
@@ -41,6 +41,7 @@ Circuits = Bool[Tensor, "circuit receiver sender"]
 
 @checked
 @leaves_as_found
+@on_merged_weights
 def faithfulness(
     model: HookedModel,
     pair: Pair,
@@ -63,7 +64,8 @@ def faithfulness(
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
-        pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
+        pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another,
+            and the direction is `"noise"` always.
         scores: Of edges, from `attribute_edges` or `patch_edges` in the direction `"noise"`, best from other prompts.
         fractions: The shares of edges that circuits keep, above 0, at most 1; none and all are added, and shares that
             come to the same number of edges are measured once.
@@ -136,6 +138,7 @@ def circuit_model_distance(table: Table) -> float:
 
 @checked
 @leaves_as_found
+@on_merged_weights
 def completeness(
     model: HookedModel,
     heads: Sequence[HeadLike],
@@ -154,7 +157,8 @@ def completeness(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
         heads: The circuit, with all edges among them, the embedding, the MLPs and the logits.
-        pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
+        pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another,
+            and the direction is `"noise"` always.
         draws: How many random sets, each head with probability one half.
         seed: Of the sets.
         options: Engine and batch size.
@@ -183,6 +187,7 @@ def completeness(
 
 @checked
 @leaves_as_found
+@on_merged_weights
 def minimality(
     model: HookedModel,
     heads: Sequence[HeadLike],
@@ -225,16 +230,14 @@ def minimality(
 
 
 class CircuitRuns:
-    """Runs of circuits on clean prompts, in which all other edges carry what they carry on the corrupted ones."""
+    """Runs of circuits on clean prompts, in which all other edges carry what they carry on the corrupted ones.
+
+    So it is whatever the direction of the pair, which is about patches.
+    """
 
     def __init__(self, model: HookedModel, pair: Pair, options: RunOptions):
-        if pair.direction != "noise":
-            raise ValueError(
-                "direction='denoise': circuits are measured on clean prompts, with all other edges corrupted; give "
-                "Pair(clean, corrupted, direction='noise')"
-            )
         check_fits(model, pair.clean)
-        pair = pair.prepared(model, options)
+        pair = replace(pair, direction="noise").prepared(model, options)
         self._model, self._pair, self.targets = model, pair, pair.target_metrics
         self._residual_edges = residual_edges_of(model, pair.clean)
         self.graph = self._residual_edges.graph

@@ -8,6 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from align_circuits.checks import checked
+from align_circuits.circuits.decomposition import on_merged_weights
 from align_circuits.circuits.faithful import CircuitRuns
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
@@ -22,6 +23,7 @@ _AHEAD = 16
 
 @checked
 @leaves_as_found
+@on_merged_weights
 def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: RunOptions = RunOptions()) -> Table:
     """Returns by how much the divergence of the prediction rose when each edge was tried: the ACDC algorithm.
 
@@ -38,7 +40,7 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
-        pair: Clean and corrupted prompts, in the direction `"noise"`; the metric is the divergence `"kl"` always.
+        pair: Clean and corrupted prompts; the metric is the divergence `"kl"` always, and the direction `"noise"`.
         cut: In nats, above 0: the paper's τ.
         options: Engine and batch size. Each edge depends on those before, so that no part of the work is kept.
 
@@ -47,12 +49,11 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
         Kept are the edges whose `value` is at least the cut.
 
     Raises:
-        ValueError: A cut that is not above 0, prompts that do not match, direction `"denoise"`, or a model that is not
-            the sum of its parts.
+        ValueError: A cut that is not above 0, prompts that do not match, or a model that is not the sum of its parts.
     """
     if not cut > 0:
         raise ValueError(f"cut={cut}: give how many nats an edge must be worth, above 0")
-    pair = replace(pair, metric="kl")
+    pair = replace(pair, metric="kl", direction="noise")
     # One bar for all edges, in place of one for each batch.
     runs = CircuitRuns(model, pair, replace(options, cache_dir=None, progress=False))
     graph, kept = runs.graph, runs.graph.edges.clone()

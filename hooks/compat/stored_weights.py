@@ -98,12 +98,18 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 def head_weight(attention: Any, name: str) -> Tensor | None:
     """Returns `W_Q`, ..., `b_O` of an attention layer, with a row for each key head; None where it has no such bias.
 
-    A grouped `HookedTransformer` repeats `W_K` and `W_V` for every head, and has the smaller ones as `_W_K`, `_W_V`.
+    A grouped `HookedTransformer` repeats `W_K` and `W_V` for every head, and has the smaller ones as `_W_K`, `_W_V`. An
+    adapter counts as far as it is merged.
     """
     letter = name[-1]
-    projection = getattr(attention, letter.lower(), None)
-    if name.startswith("W_") and projection is not None and is_quantised(component(projection)):
-        return _dequantised_heads(component(projection), letter, int(component(attention).head_dim))
+    projection = component(getattr(attention, letter.lower(), None))
+    if name.startswith("W_"):
+        linear = getattr(projection, "base_layer", projection)  # a bridge reads the weight of an adapter transposed
+        if is_quantised(linear):
+            return _heads_of(_dequantised(linear), letter, int(component(attention).head_dim))
+        if linear is not projection:
+            weight = linear.weight.detach() if isinstance(linear, nn.Linear) else linear.weight.detach().T
+            return _heads_of(weight, letter, int(component(attention).head_dim))
     with onloaded(component(attention)):
         weight = getattr(attention, f"_{name}", getattr(attention, name, None))
     return None if weight is None else weight.detach()
@@ -123,8 +129,8 @@ def is_quantised(module: Any) -> bool:
     return isinstance(module, nn.Linear) and not module.weight.is_floating_point()
 
 
-def _dequantised_heads(linear: Any, letter: str, d_head: int) -> Tensor:
-    """`W_Q`, `W_K`, `W_V` `[head d_model d_head]` or `W_O` `[head d_head d_model]` of a 4-bit layer."""
+def _dequantised(linear: Any) -> Tensor:
+    """The weight of a 4-bit layer, `[out in]`, as every `nn.Linear` has it."""
     if getattr(linear.weight, "quant_state", None) is None:
         raise ValueError(
             "edges and direct effects need the weights of the heads, but this model computes with 8-bit codes of its "
@@ -132,7 +138,11 @@ def _dequantised_heads(linear: Any, letter: str, d_head: int) -> Tensor:
         )
     from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
 
-    weight = dequantize_4bit(linear.weight.data, linear.weight.quant_state)  # [out in], as every nn.Linear has it
+    return dequantize_4bit(linear.weight.data, linear.weight.quant_state)
+
+
+def _heads_of(weight: Tensor, letter: str, d_head: int) -> Tensor:
+    """`W_Q`, `W_K`, `W_V` `[head d_model d_head]` or `W_O` `[head d_head d_model]` of a weight `[out in]`."""
     if letter == "O":
         return weight.unflatten(1, (-1, d_head)).permute(1, 2, 0)
     return weight.unflatten(0, (-1, d_head)).transpose(1, 2)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from refusals import refused
 
 import align_circuits as ac
+from align_circuits.circuits.pruning import prune_edges
 from align_circuits.hooks.graph import Graph
 from align_circuits.tables.intervals import proportion_change
 
@@ -174,14 +176,45 @@ def test_refusals(models, random_hf_model, noise, clean, corrupted):
         ac.patch_edges(normed, ac.Pair(of_lengths((8, 8), 0), of_lengths((8, 8), 1), direction="noise"))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
-def test_an_adapter_that_is_not_merged_is_refused(random_hf_model, noise):
-    """In bfloat16 it would pass for rounding."""
-    base = copy.deepcopy(random_hf_model("llama")).bfloat16()
+def adapted(model: Any, targets: str) -> Any:
+    """A model with LoRA that changes what it computes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-        for name, weight in adapted.named_parameters():
+        made = get_peft_model(model, LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+        for name, weight in made.named_parameters():
             if "lora_B" in name:
-                torch.nn.init.normal_(weight, std=0.01)
-    refused(r"q_proj.* carries an adapter, .* merge it first", ac.patch_edges, ac.load(adapted), noise)
+                torch.nn.init.normal_(weight, std=0.1)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # of GPT-2, where peft corrects it
+@pytest.mark.parametrize(
+    ("name", "targets"), [("llama", r".*(q_proj|v_proj|o_proj|down_proj)"), ("gpt2", r".*(attn|mlp)\.c_proj")]
+)
+def test_edges_of_a_model_with_an_adapter_are_those_of_the_merged_model(random_hf_model, noise, name, targets):
+    whole, merged = (adapted(copy.deepcopy(random_hf_model(name)), targets) for _ in range(2))
+    model, expected = ac.load(whole), ac.load(merged.merge_and_unload())
+    before = {name: (value, value.clone()) for name, value in whole.named_parameters()}
+    provenance = ac.evaluate(model, noise.clean).provenance.model
+    for verb in (ac.patch_edges, ac.attribute_edges, partial(prune_edges, cut=1e-3)):
+        found, wanted = (verb(of, noise) for of in (model, expected))
+        assert by_edge(found) == pytest.approx(by_edge(wanted), abs=1e-5)
+        assert found.provenance.model == provenance
+    direct = [ac.direct_logit_attribution(of, noise.clean).frame["value"] for of in (model, expected)]
+    assert direct[0].tolist() == pytest.approx(direct[1].tolist(), abs=1e-5)
+    assert not any(getattr(layer, "merged", False) for layer in whole.modules())
+    for name, value in whole.named_parameters():
+        assert value is before[name][0] and torch.equal(value, before[name][1])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+def test_an_adapter_that_merging_would_round_is_refused(random_hf_model, noise):
+    """In bfloat16 it would pass for rounding."""
+    base = copy.deepcopy(random_hf_model("llama")).bfloat16()
+    refused(
+        r"q_proj.* carries an adapter, .* merge it first",
+        ac.patch_edges,
+        ac.load(adapted(base, ".*(q_proj|v_proj)")),
+        noise,
+    )

@@ -149,6 +149,14 @@ def test_sets_of_heads_that_are_taken_away_have_names(llama, noise):
     assert list(needed["without"]) == ["nothing"] * 2
 
 
+def test_circuits_do_not_depend_on_the_direction_of_the_pair(llama, pair):
+    tables = [
+        completeness(llama, ["L0H1"], ac.Pair(**pair, direction=direction), draws=0).frame
+        for direction in ("noise", "denoise")
+    ]
+    pd.testing.assert_frame_equal(*tables)
+
+
 def test_shares_of_circuits_stay_within_their_bounds(llama, noise):
     pair = replace(noise, metric="accuracy")
     lost = completeness(llama, ["L0H1"], pair, draws=0)
@@ -213,7 +221,6 @@ def test_refusals(llama, pair, noise):
             inspect.unwrap(faithfulness)(llama, **given)  # annotations unchecked
     with pytest.raises(ValueError, match="change no prediction of the model"):
         faithfulness(llama, ac.Pair(pair["clean"], pair["clean"], direction="noise"), scores)
-    refused("direction='denoise': circuits are measured on clean prompts", faithfulness, llama, ac.Pair(**pair), scores)
     other_way = attribute_edges(llama, ac.Pair(**pair), method="eap")
     with pytest.raises(ValueError, match="of direction 'denoise', where an edge that is needed lies above zero"):
         faithfulness(llama, noise, other_way, by="signed")
