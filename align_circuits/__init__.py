@@ -102,6 +102,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Found without this function from now on.
     globals()[name] = value
     return value
 

@@ -57,11 +57,13 @@ def checked(function: T) -> T:
         WrongArgument: When called: an argument that does not fit its annotation.
     """
     if isinstance(function, type):
+        # Not a wrapper around the class, which would break isinstance and subclasses.
         function.__init__ = checked(function.__init__)  # pyright: ignore[reportAttributeAccessIssue]
         return function  # pyright: ignore[reportReturnType]
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        # At the call and not at the definition, where annotations may name classes that do not exist yet.
         known, hints = _annotations(function)
         try:
             given = known.bind(*args, **kwargs)
@@ -115,6 +117,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(isinstance(value, type(choice)) for choice in inner)
     if hint in (int, float, complex):
         number = numbers.Integral if hint is int else numbers.Real
+        # To Python True is an integer; as a number of heads or steps it is a mistake.
         return isinstance(value, number) and not isinstance(value, bool | np.bool_)
     if hasattr(hint, "array_type"):  # of jaxtyping: shape and dtype are for the function to judge
         return _fits(value, hint.array_type)

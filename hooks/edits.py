@@ -16,7 +16,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.hooks.compat import architectures, bridges
 from align_circuits.hooks.heads import HeadLike, describe, head_of, layers_of
-from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.names import Site, has_heads_first, is_pattern, name_of
 from align_circuits.hooks.probes import Change, Probes, dry_run
 from align_circuits.prompts.prompts import Prompts
@@ -509,7 +509,7 @@ def groups_of(prompts: Prompts, by: MeansBy = "kind") -> Int[Tensor, "prompt pos
         tested = prompts.example == prompts.example.amax(1, keepdim=True)
         return 2 * prompts.token_kinds + tested.long()
     if by == "position":
-        return (prompts.mask.cumsum(1) - 1).clamp(min=0)
+        return token_positions(prompts.mask)
     group = torch.zeros(prompts.mask.shape, dtype=torch.long)
     for number, name in enumerate(by, 1):
         group[prompts.mask_of(name)] = number

@@ -1,6 +1,9 @@
-"""The interface of a model: TransformerLens's hooks, and nothing more."""
+"""The interface of a model: TransformerLens's hooks, and the positions of tokens in padded prompts."""
 
 from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 
 @runtime_checkable
@@ -27,3 +30,11 @@ class HookedModel(Protocol):
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model with hooks and returns its logits."""
         ...
+
+
+def token_positions(mask: Bool[Tensor, "prompt pos"]) -> Int[Tensor, "prompt pos"]:
+    """Returns the position of each token in its prompt, from 0 at the first real token; 0 at padding.
+
+    Left to itself, Hugging Face counts from the first column, padding included.
+    """
+    return (mask.cumsum(1) - 1).clamp(min=0)

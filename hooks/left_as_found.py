@@ -44,6 +44,7 @@ def leaves_as_found(function: Function) -> Function:
             return function(*args, **kwargs)
         signals, failed = _Signals(), True
         try:
+            # An outer call holds the signals and keeps the filters already.
             if not outer:
                 signals.hold()
             with (

@@ -42,6 +42,7 @@ def site_of(name: str) -> tuple[int, Site] | None:
         return None
     site = f"mlp_{match[3]}" if match[2] == "mlp.hook_" else match[3]
     known = (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)
+    # The pattern also matches names of no hook point, such as `blocks.0.attn.hook_resid_pre`.
     if site not in known or name_of(cast(Site, site), int(match[1])) != name:
         return None
     return int(match[1]), cast(Site, site)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from align_circuits.hooks.attention import PatternProbe, attended_by, pattern_of
 from align_circuits.hooks.compat import attention_functions
 from align_circuits.hooks.decoders import Decoder
+from align_circuits.hooks.hooked_model import token_positions
 from align_circuits.hooks.names import Site, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change
 
@@ -190,6 +191,7 @@ class Replay:
         residual = decoder.embed(tokens, positions)
         rotation = decoder.rotation(residual, positions)
         replay = cls(decoder, tokens, real, positions, rotation, queries, min(starts), max(starts))
+        # Runs from the first column on compute all keys and values themselves.
         past: dict[int, tuple[Tensor, Tensor]] | None = {} if max(starts) else None
         kept = _Batch(0, queries, [edits], [0], keep, past=past, probe=probe)
         last = replay._through(kept, residual[None], 0, decoder.cfg.n_layers)
@@ -313,6 +315,7 @@ class Replay:
         before = self.logits[:, self.queries < start]
         step = max(1, _LOGITS_AT_ONCE // max(1, self.decoder.cfg.d_vocab * last[0, :, :, 0].numel()))
         for first, some_rows in zip(range(0, len(last), step), last.split(step), strict=True):
+            # Not strict: `running` goes on beyond these rows.
             for index, after in zip(batch.running[first:], self.decoder.unembed(some_rows), strict=False):
                 yield index, torch.cat([before, after], 1) if before.shape[1] else after
 
@@ -534,6 +537,7 @@ class Replay:
         self, start: int, window: int | None, queries: Tensor | None, device: torch.device
     ) -> Bool[Tensor, "#prompt query pos"]:
         """The columns that each query sees: itself, and earlier ones in its window that hold a token."""
+        # All layers share a mask, unless they differ in their window or stand on another device.
         if (start, window, device) not in self._masks:
             column = torch.arange(self.tokens.shape[1], device=device)
             distance = column[start:, None] - column
@@ -557,7 +561,7 @@ def _places(mask: Bool[Tensor, "prompt pos"]) -> tuple[Tensor | None, Int[Tensor
     """Where a token stands, None if everywhere, and the position of each in its prompt."""
     if bool(mask.all()):
         return None, torch.arange(mask.shape[1], device=mask.device)[None]
-    return mask, (mask.cumsum(1) - 1).clamp(min=0)
+    return mask, token_positions(mask)
 
 
 def _first(tensor: Float[Tensor, "row head pos d_head"], columns: int) -> Float[Tensor, "row head column d_head"]:

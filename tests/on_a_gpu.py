@@ -18,7 +18,7 @@ from align_circuits.heads.permutation_tests import p_values
 from align_circuits.heads.task_vector_effects import representations, steer, task_vectors
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.replay import REPLAY_SITES
-from align_circuits.models.protocol import device_of, parameters_of
+from align_circuits.models.parameters import device_of, parameters_of
 from align_circuits.papers.abrupt.figs_3_4_5_transition import trained_networks
 from align_circuits.papers.abrupt.grid import SMOKE, Grid, train_on_exemplars
 from align_circuits.papers.abrupt.interventions import attend_to_label, attend_to_previous

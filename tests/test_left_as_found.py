@@ -24,7 +24,7 @@ from align_circuits.hooks import left_as_found
 from align_circuits.hooks.compat import bridges, model_state
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.probes import dry_run, firing
-from align_circuits.models import protocol
+from align_circuits.models import parameters
 from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
 from align_circuits.run.edited_runs import run_edited
@@ -481,8 +481,8 @@ def test_what_is_computed_once_lives_as_long_as_the_outermost_call(make):
 
 def test_weights_are_read_once_a_call_and_anew_in_the_next(make, pair, monkeypatch):
     model, _ = make("fast")
-    read, hashed = [], protocol._hash
-    monkeypatch.setattr(protocol, "_hash", lambda parameters: read.append(1) or hashed(parameters))
+    read, hashed = [], parameters._hash
+    monkeypatch.setattr(parameters, "_hash", lambda parameters: read.append(1) or hashed(parameters))
     first = ac.localize(model, TASK, 8, n_controls=1).table.provenance.model
     assert len(read) == 1
     next(bridges.wrapped(model).parameters()).data[0, 0] += 1  # leaves no trace but the number itself

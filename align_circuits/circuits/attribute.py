@@ -33,7 +33,7 @@ from align_circuits.hooks.residual_edges import (
     sites_of,
     written_by,
 )
-from align_circuits.models.protocol import check_fits, device_of
+from align_circuits.models.parameters import check_fits, device_of
 from align_circuits.run.forward_pass import capture, choose_engine, forward
 from align_circuits.run.memory import check_memory, of_edges, of_gradients
 from align_circuits.run.options import RunOptions

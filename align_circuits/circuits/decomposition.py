@@ -22,7 +22,7 @@ from align_circuits.hooks.residual_edges import (
     sites_of,
     written_by,
 )
-from align_circuits.models.protocol import device_of, model_provenance
+from align_circuits.models.parameters import device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture
 
@@ -79,6 +79,7 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
                 f"layer {layer} norms the queries of all its heads together, so that what one head reads changes the "
                 "others: edges into single heads are not defined"
             )
+    # One prompt is enough: a model that computes with other weights shows it on any.
     cached = capture(model, prompts[:1], hook_points(graph))
     device = device_of(model)
     # Without padding, where `capture` returns 0 and not what the model computes.

@@ -20,7 +20,7 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
-from align_circuits.models.protocol import check_fits, device_of, provenance_of
+from align_circuits.models.parameters import check_fits, device_of, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
@@ -153,6 +153,7 @@ def function_vectors(
         # Expanded and not copied: every prompt and position is given the same vector.
         means = {name: value[targets.prompt, targets.query].mean(0).expand_as(value) for name, value in cached.items()}
         edits = [Patch([head], site="z", positions=queries, values=means) for head in selected]
+        # The run without an edit comes first: effects are counted from it.
         values, engine = targets.measure_edited(model, [[], *([edit] for edit in edits)], options=options)
         effects.append(targets.by_prompt(values[0, 1:] - values[0, 0]))
         tasks.append({**pair.clean.task, "metric": targets.names[0], "kind": pair.kind or "all"})

@@ -13,10 +13,11 @@ from align_circuits.checks import checked
 from align_circuits.heads.effects import check_screen, edit_effects
 from align_circuits.hooks.edits import Ablate, AblationBaseline, MeansBy, Patch, default_groups, groups_of
 from align_circuits.hooks.heads import HeadLike, heads_of
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site, is_pattern, name_of
 from align_circuits.jobs.sweeps import SweepParts
-from align_circuits.models.protocol import HookedModel, model_identity, provenance_of
+from align_circuits.models.parameters import model_identity, provenance_of
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions

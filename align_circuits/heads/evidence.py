@@ -18,7 +18,8 @@ from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import CONTROL_ROWS, Claim, Verdict, is_large, verdict_of
 from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, heads_of
-from align_circuits.models.protocol import HookedModel, provenance_of
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS
 from align_circuits.run.options import RunOptions

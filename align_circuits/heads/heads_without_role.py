@@ -8,7 +8,7 @@ import numpy as np
 from align_circuits.heads.naming import NamingTests
 from align_circuits.heads.patch import patch_heads
 from align_circuits.hooks.heads import Head, describe, heads_of
-from align_circuits.models.protocol import HookedModel
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table

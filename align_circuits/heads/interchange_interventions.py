@@ -13,9 +13,9 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.hooks.edits import Edit, Patch, edits_provenance
 from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HeadSite
-from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.baselines import baseline_table, other_run
 from align_circuits.run.options import RunOptions

@@ -29,8 +29,9 @@ from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.redundant_heads import RedundantHeadSearch
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.models.protocol import HookedModel, provenance_of
+from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.edited_runs import shared_runs
 from align_circuits.run.memory import check_memory, of_sweeps

@@ -12,7 +12,7 @@ from align_circuits.heads.permutation_tests import PermutationTests
 from align_circuits.heads.score import ScoreAccumulator, resolve
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.models.protocol import provenance_of
+from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.alike_prompts import Rows, forward_alike
 from align_circuits.run.evaluation import evaluation_table

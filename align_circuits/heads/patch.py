@@ -14,10 +14,10 @@ from align_circuits.checks import checked
 from align_circuits.heads.effects import check_screen, edit_effects
 from align_circuits.hooks.edits import Patch, edits_provenance
 from align_circuits.hooks.heads import Head, HeadLike, heads_of, shared_at
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site
 from align_circuits.hooks.probes import check_hook_points
-from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair

@@ -26,7 +26,7 @@ from align_circuits.heads.renamed_tokens import (
     smallest_by_renaming,
 )
 from align_circuits.hooks.edits import Edit
-from align_circuits.models.protocol import HookedModel
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.run.alike_prompts import Reader, Rows, forward_alike

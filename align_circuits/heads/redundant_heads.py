@@ -17,7 +17,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.edits import Ablate, Edit
 from align_circuits.hooks.heads import Head
-from align_circuits.models.protocol import HookedModel
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.models.protocol import HookedModel
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import Relation
 from align_circuits.run.alike_prompts import Rows, forward_alike

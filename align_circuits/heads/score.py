@@ -15,8 +15,9 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.heads.attention_metrics import entropy, hit_rate
 from align_circuits.hooks.edits import Edit, edits_provenance
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.models.protocol import HookedModel, provenance_of
+from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation, first_token
 from align_circuits.run.forward_pass import forward

@@ -9,9 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.hooks.edits import Edit, Patch
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
-from align_circuits.models.protocol import HookedModel, provenance_of
+from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions

@@ -28,7 +28,7 @@ from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
-from align_circuits.models.protocol import device_of
+from align_circuits.models.parameters import device_of
 from align_circuits.run.forward_pass import capture
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Direction, Pair

@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from align_circuits.checks import Tokenizer, checked
 from align_circuits.hooks.compat import stored_weights, user_code
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.jobs.files import is_path
 from align_circuits.models.folder_checks import (
@@ -49,7 +50,6 @@ from align_circuits.models.folder_checks import (
     stored_dtype,
 )
 from align_circuits.models.gguf_files import gguf_parameters, gguf_tokenizer, read_gguf
-from align_circuits.models.protocol import HookedModel
 from align_circuits.models.quantization import Quantization, keep_exact, quantization_config
 from align_circuits.models.smollm2 import converted_smollm2
 from align_circuits.models.wrapping import FUSED, bridge_around, check_architecture
@@ -353,6 +353,7 @@ def _read(
         ) from error
     model, info = loaded
     _check_complete(folder, model, info)
+    # For the provenance: weights may have been widened.
     model.stored_dtype = stored
     keep_exact(model)
     if offloaded is not None:

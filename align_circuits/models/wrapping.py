@@ -13,7 +13,7 @@ from align_circuits.hooks.heads import shared_at
 from align_circuits.hooks.names import HEAD_SITES, Site, name_of
 from align_circuits.hooks.probes import evaluating
 from align_circuits.models.folder_checks import one_line
-from align_circuits.models.protocol import parameters_of
+from align_circuits.models.parameters import parameters_of
 
 FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv", "gate_up_proj")
 """Modules that compute queries, keys and values, or both inputs of a gated MLP, in one projection."""

@@ -42,7 +42,7 @@ from align_circuits.jobs.files import inside
 from align_circuits.jobs.identity import identity_of
 from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.models.loading import load
-from align_circuits.models.protocol import model_identity
+from align_circuits.models.parameters import model_identity
 from align_circuits.papers.claims import Check, Claims, checks_of
 from align_circuits.papers.statistics import Statistic, levels, measured, over_seeds, rows
 from align_circuits.report import plots

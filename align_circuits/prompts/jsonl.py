@@ -37,6 +37,7 @@ def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
         raise ValueError(f"no file {str(path)!r}: give one JSON object a line, with the keys {', '.join(SCHEMA)}")
     try:
         # not splitlines, which also splits at line separators inside of strings
+        # Some editors begin a file with a byte order mark, which "utf-8-sig" drops.
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is no text in UTF-8 ({error}): give one JSON object a line") from error

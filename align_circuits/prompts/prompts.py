@@ -558,6 +558,7 @@ class Prompts:
         prompts = cls.from_tokens([text.ids for text in tokenized], tokenizer=tokenizer)
         start = prompts.mask.int().argmax(1)  # prompts are padded on the left
         begins = prompts.tokens == (-1 if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
+        # A text may hold the same token again, as a separator.
         begins &= torch.arange(begins.shape[1]) == start[:, None]
         prompts = replace(prompts, token_kinds=prompts.token_kinds.masked_fill(begins, TokenKind.BOS.value))
         answer = start + torch.tensor([text.n_text for text in tokenized])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from align_circuits.heads.attention import attention_from
 from align_circuits.hooks.heads import Head, HeadLike, describe, head_of, heads_of
-from align_circuits.models.protocol import HookedModel
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
 from align_circuits.prompts.token_html import Html, Mark, draw_tokens, readable, rendered

@@ -14,7 +14,7 @@ from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.attention import attention_from
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit
 from align_circuits.hooks.heads import Head, HeadLike, describe, head_of
-from align_circuits.models.protocol import HookedModel
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import Html, readable, rendered
 from align_circuits.report.attention_view import AttentionView

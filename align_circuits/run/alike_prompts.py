@@ -15,7 +15,7 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.probes import Change
 from align_circuits.hooks.replay import Replay
-from align_circuits.models.protocol import check_fits, device_of
+from align_circuits.models.parameters import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_prompts, in_batches
 from align_circuits.run.edited_runs import replaying

@@ -19,7 +19,7 @@ from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 from align_circuits.hooks.names import Site, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, first_difference, order_of, starts_from
-from align_circuits.models.protocol import check_fits, device_of, model_provenance
+from align_circuits.models.parameters import check_fits, device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import NUMBERS_CACHED, fitting_tokens, in_batches
 from align_circuits.run.forward_pass import (

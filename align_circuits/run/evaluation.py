@@ -13,7 +13,7 @@ from align_circuits.checks import checked
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.models.protocol import provenance_of
+from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import REFERENCES, WRONG, Prompts, text_of
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions

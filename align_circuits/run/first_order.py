@@ -14,7 +14,7 @@ from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.heads import shared_at
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, name_of
-from align_circuits.models.protocol import check_fits, device_of
+from align_circuits.models.parameters import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture, choose_engine, widened

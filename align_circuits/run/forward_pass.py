@@ -14,12 +14,12 @@ from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_att
 from align_circuits.hooks.compat import bridges
 from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_no_decoder
 from align_circuits.hooks.edits import BatchContext, Edit, as_hooked, changes_of, in_order
-from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import INSIDE_SITES, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
 from align_circuits.hooks.replay import Replay
-from align_circuits.models.protocol import check_fits, device_of
+from align_circuits.models.parameters import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_prompts, in_batches, is_padded_float64
 from align_circuits.run.options import RunOptions
@@ -331,8 +331,7 @@ def _bridge_logits(batch: Batch, keep_logits: bool, run: Callable[..., Tensor]) 
     kept = batch.query.unique() if keep_logits else batch.query[:1]
     inputs: dict[str, Any] = dict(batch.inputs)
     if inputs:
-        # Left to itself Hugging Face counts positions from the first column, padding included.
-        inputs["position_ids"] = (batch.mask.cumsum(1) - 1).clamp(min=0)
+        inputs["position_ids"] = token_positions(batch.mask)
     # Indices on the CPU serve on whatever device the last layer is.
     logits = run(batch.tokens, logits_to_keep=kept.cpu(), use_cache=False, **inputs).to(batch.tokens.device)
     return batch.rows_of(logits, kept) if keep_logits else logits[:, 0]

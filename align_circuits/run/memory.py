@@ -12,7 +12,7 @@ import torch
 from align_circuits.hooks.compat.attention_functions import has_fused_attention
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.folder_checks import memory_of_machine, readable_size
-from align_circuits.models.protocol import parameters_of
+from align_circuits.models.parameters import parameters_of
 from align_circuits.run.batching import NUMBERS_CACHED, mlp_width
 
 COPIES_OF_LOGITS = 5

@@ -18,7 +18,7 @@ from align_circuits.checks import checked
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.jobs.sweeps import SweepParts
-from align_circuits.models.protocol import provenance_of
+from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.baselines import baselines_by_prompt, other_run
 from align_circuits.run.batching import CPU_TOKENS, in_batches

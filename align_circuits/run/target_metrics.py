@@ -18,7 +18,7 @@ from torch import Tensor
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.jobs.sweeps import SweepParts
-from align_circuits.models.protocol import model_identity
+from align_circuits.models.parameters import model_identity
 from align_circuits.prompts.prompts import KINDS, WRONG, Prompts
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward

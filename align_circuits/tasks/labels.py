@@ -106,6 +106,7 @@ def targets_and_relations(
     targets = next_token_targets(prompt, target_pos - 1, tokens, phrase=phrase, offset=offset, kind=kind)
 
     rows = {"target": torch.arange(n * m * c), "prompt": prompt, "query": target_pos - 1}
+    # All prompts of a task have one length: there is no padding, and an expanded mask takes no memory.
     mask = torch.ones((), dtype=torch.bool).expand_as(inputs)
     relations = [
         _align("align_query", layout, rows, phrase, aligned),

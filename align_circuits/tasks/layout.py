@@ -61,6 +61,7 @@ def length_of(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: b
     return bos + (n_examples + 1) * (symbols + 1 + letters) + n_examples
 
 
+# Built token by token in Python, and asked for by every `sample`.
 @lru_cache(maxsize=64)
 def layout_of(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: bool) -> Layout:
     """Returns the layout of a prompt of `n_examples` examples and the test example.

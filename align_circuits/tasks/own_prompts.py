@@ -51,6 +51,7 @@ class OwnPrompts(Task):
             raise ValueError(f"n={n}: there are {len(self.prompts)} prompts; ask for no more")
         generator = np.random.default_rng(seed)
         chosen = torch.from_numpy(generator.permutation(len(self.prompts))[:n])
+        # `localize` and `split` cut prompts in two, which leaves only groups whole that stand side by side.
         order = chosen[_side_by_side(self.prompts, chosen, generator)]
         sampled = self.prompts[order]
         return replace(sampled, latent={**sampled.latent, _ROW: order})

@@ -75,4 +75,5 @@ class Rng:
 
 def _number(seed: int, *names: str) -> int:
     """A number of 128 bits that no other seed and names share."""
+    # Not `hash`, which differs between processes.
     return int.from_bytes(hashlib.sha256("/".join((str(seed), *names)).encode()).digest()[:16], "big")

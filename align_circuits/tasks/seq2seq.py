@@ -68,6 +68,7 @@ class TranslationTask(Task):
     def caveats(self) -> tuple[str, ...]:
         """Whether the inputs are too short for a permutation test of alignment."""
         orders = math.factorial(self.x_len)
+        # A permutation test cannot find a p below one over the number of orders.
         if orders >= 1 / 0.05:
             return ()
         return (f"{self.x_len} input symbols have {orders} orders, too few to establish an aligner: use 5 or more.",)

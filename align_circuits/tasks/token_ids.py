@@ -118,6 +118,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 def token_of(tokenizer: Any, text: str) -> int | None:
     """Returns the id of a text that is one known token of a tokenizer; None of any other."""
     tokens = read_by(tokenizer, text, add_special_tokens=False)["input_ids"]
+    # The unknown token is one for many texts.
     return tokens[0] if len(tokens) == 1 and tokens[0] != tokenizer.unk_token_id else None
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -219,6 +219,7 @@ def train(
         )
 
         steps = range(max(1, first_step), config.steps + 1)
+        # Closed also after an error, or its threads would draw on.
         batches = stack.enter_context(closing(_batches(sample, seed, steps, ahead)))
         for step in range(first_step, config.steps + 1):
             _, model_seed, metrics_seed = _seeds(seed, step)
@@ -313,7 +314,7 @@ def _copy(source: Any, target: Any) -> None:
             _copy(one, other)
 
 
-def _batches(sample: Callable[[int, int], Any], seed: int, steps: range, ahead: int) -> Iterator[Any]:
+def _batches(sample: Callable[[int, int], Any], seed: int, steps: range, ahead: int) -> Generator[Any, None, None]:
     """The batches of these steps in order, `ahead` of them drawn by threads before they are asked for."""
     if not ahead:
         yield from (sample(step, _seeds(seed, step)[0]) for step in steps)

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+# As published, and as `torch.optim.Muon` has them.
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from align_circuits.heads.one_pass import OnePass
 from align_circuits.hooks.edits import Edit
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.jobs.files import replacing
-from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.alike_prompts import forward_alike
 from align_circuits.run.evaluation import ALL_OFFSETS, summarize_targets
@@ -124,5 +124,6 @@ def _summary(
             summary |= {prefix + kind: float(mean[rows][0])} if rows.any() else {}
         for metric in scored:
             rows = (selected & (keys["metric"] == metric) & (keys["level"] == "head")).to_numpy()
+            # Scores that are undefined in all prompts do not hide the best of the others.
             summary |= {prefix + metric: float(np.nanmax(mean[rows], initial=0))} if rows.any() else {}
     return summary

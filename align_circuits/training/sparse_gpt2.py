@@ -257,6 +257,7 @@ def _untrained(recipe: SparseRecipe, seed: int) -> GPT2LMHeadModel:
         n_layer=recipe.n_layers,
         n_head=recipe.n_heads,
         n_inner=recipe.d_mlp,
+        # No dropout: every batch is fresh, so there is nothing to learn by heart.
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

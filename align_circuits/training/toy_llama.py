@@ -261,6 +261,7 @@ def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
 def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Writes a model as bf16 safetensors with the bundled tokenizer; it is moved to the folder once it is complete."""
     narrow: Any = copy.deepcopy(model)
+    # Half the bytes, since the bundled weights travel with the package.
     narrow.to(torch.bfloat16)
     with replacing_in(folder) as new:
         narrow.save_pretrained(new)

@@ -21,6 +21,7 @@ from align_circuits.checks import checked
 from align_circuits.hooks.attention import AttentionParts, take_parts, why_not_fast
 from align_circuits.hooks.compat import adapters, architectures, bridges, rotary_embeddings
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
+from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 from align_circuits.jobs.code_versions import code_version
 from align_circuits.jobs.files import inside, writable_folder
@@ -38,7 +39,7 @@ from align_circuits.models.lora import (
     unwrapped,
     with_adapter,
 )
-from align_circuits.models.protocol import HookedModel, check_fits, model_provenance, parameters_of
+from align_circuits.models.parameters import check_fits, model_provenance, parameters_of
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
 from align_circuits.run.memory import check_memory, of_training
@@ -535,6 +536,7 @@ class _TuningData:
         kinds, example = prompts.token_kinds[0], prompts.example[0]  # all prompts of a task have one layout
         in_loss = (kinds == TokenKind.OUTPUT) & ((example == example.max()) | (self.config.loss_on == "all"))
         target = in_loss.nonzero()[:, 0]
+        # Nothing is predicted from the last target, nor from what follows it.
         end = prompts.tokens.shape[1] if self.whole else int(target[-1])
         return prompts.tokens[:, :end], target - 1, prompts.tokens[:, target]
 
@@ -548,13 +550,13 @@ def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...], *, skips: bool =
     """The loss; with `skips` the model takes the keyword of `architectures.skip_unread`."""
     ids, positions, labels, *padded = batch
     options: dict[str, Any] = {"logits_to_keep": positions, "use_cache": False}
-    if padded:  # Hugging Face counts positions from the padding unless it is told not to
-        mask = padded[0].long()
-        options |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    if padded:
+        options |= {"attention_mask": padded[0].long(), "position_ids": token_positions(padded[0])}
     options = architectures.accepted(model, options) | ({"read": positions} if skips else {})
     logits = model(ids, **options).logits
     if "logits_to_keep" not in options:
         logits = logits[:, positions]
+    # In float32, since under autocast logits are rounded to bfloat16.
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 

@@ -30,7 +30,7 @@ from align_circuits.hooks.edits import BatchContext, Clamp, Edit, changes_of
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.replay import Replay, starts_from
 from align_circuits.jobs.identity import identity_of
-from align_circuits.models.protocol import model_identity
+from align_circuits.models.parameters import model_identity
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.tuned_models import FRESH, SMOKE_TASK, SMOLLM2_TASK, TASK, loaded
 from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study, seed_dots

@@ -6,8 +6,8 @@ from typing import Any
 import pandas as pd
 
 from align_circuits.heads.localize_heads import localize
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.planted.zoo import zoo_circuit
-from align_circuits.models.protocol import HookedModel
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.papers.statistics import the_row

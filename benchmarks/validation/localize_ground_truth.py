@@ -11,9 +11,9 @@ import torch
 
 from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.heads.localize_heads import localize
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.loading import load
 from align_circuits.models.planted.planted_model import planted_circuit
-from align_circuits.models.protocol import HookedModel
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study

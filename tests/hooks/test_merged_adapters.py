@@ -12,7 +12,7 @@ from peft.tuners.lora import Linear
 import align_circuits as ac
 from align_circuits.hooks.compat import adapters, bridges
 from align_circuits.hooks.left_as_found import modules_in
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.parameters import model_provenance
 from align_circuits.run import edited_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21

@@ -24,7 +24,7 @@ from align_circuits.hooks.compat import bridges, model_state
 from align_circuits.hooks.edits import AblationBaseline
 from align_circuits.jobs import code_versions, identity, sweeps
 from align_circuits.jobs.identity import Unidentified, identity_of
-from align_circuits.models.protocol import model_identity
+from align_circuits.models.parameters import model_identity
 from align_circuits.run.target_metrics import TargetMetrics
 from tests.jobs.test_sweeps import TASK, VERBS
 

@@ -14,7 +14,7 @@ from refusals import refused
 
 import align_circuits as ac
 from align_circuits.circuits.faithful import completeness
-from align_circuits.models.protocol import parameters_of
+from align_circuits.models.parameters import parameters_of
 
 TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=2)
 

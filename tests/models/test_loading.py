@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 import align_circuits as ac
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.hooks.compat import stored_weights
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models import loading
 from align_circuits.models.loading import load
-from align_circuits.models.protocol import HookedModel, check_fits, model_provenance
+from align_circuits.models.parameters import check_fits, model_provenance
 from align_circuits.prompts.prompts import vocabulary_hash
 from align_circuits.run.forward_pass import forward
 

@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 
 import align_circuits as ac
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.parameters import model_provenance
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import (
     Measurement,

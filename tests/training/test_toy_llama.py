@@ -7,7 +7,7 @@ from legs import slow_but
 
 import align_circuits as ac
 from align_circuits.models import loading
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.parameters import model_provenance
 
 
 @pytest.fixture(scope="module")

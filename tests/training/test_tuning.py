@@ -24,7 +24,7 @@ import align_circuits as ac
 from align_circuits.hooks.compat import adapters, architectures, bridges
 from align_circuits.models import quantization
 from align_circuits.models.lora import recompute, unwrapped, with_adapter
-from align_circuits.models.protocol import parameters_of
+from align_circuits.models.parameters import parameters_of
 from align_circuits.models.quantization import dequantised
 from align_circuits.prompts.prompts import TokenKind
 from align_circuits.prompts.relations import Relation

@@ -119,6 +119,7 @@ def positions(stream: Subspaces, n_ctx: int, bos: bool) -> Float[Tensor, "n_ctx 
     index = torch.arange(n_ctx)
     number = index.float() + (0 if bos else 1)
     embedding = number[:, None] @ stream["distance"].T
+    # The delimiter for which the first token stands lies at position 0.
     number[0] = 0
     embedding += number[:, None] @ stream["position"].T
     for back in (back for back in range(3) if f"{back} back" in stream):

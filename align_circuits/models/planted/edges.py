@@ -43,6 +43,7 @@ def used_edges(
         if sender.head is None:
             return touched([group.writes for group in units.get(sender.layer, ())])
         head = heads.get((sender.layer, sender.head))
+        # A term of weight 0 writes nothing.
         return nothing if head is None else touched([term.write * term.weight for term in head.ov])
 
     def reads(receiver: Receiver) -> Coordinates:

@@ -14,6 +14,7 @@ from transformer_lens.hook_points import HookPoint
 from align_circuits.hooks.attention import AttentionFunction
 from align_circuits.hooks.compat import attention_functions, user_code
 from align_circuits.hooks.decoders import Rotation
+from align_circuits.hooks.hooked_model import token_positions
 from align_circuits.hooks.names import Site
 from align_circuits.hooks.probes import Change
 from align_circuits.models.folder_checks import memory_of_machine, readable_size
@@ -109,7 +110,7 @@ class HandBuilt(HookedRootModule):
                 "take fewer or shorter examples"
             )
         real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        position = (real.cumsum(1) - 1).clamp(min=0)
+        position = token_positions(real)
         pos = torch.arange(tokens.shape[1], device=tokens.device)
         # Every position may attend to itself, padding included: a row without any key would be NaN.
         hidden = ((pos > pos[:, None]) | ~real[:, None, :]) & (pos != pos[:, None])
