@@ -61,7 +61,7 @@ def score_heads(
     A metric named like a relation is that relation's standard measure (`STANDARD`). `_hit`, `_mass`, `_attention` and
     `_mean` after the name select one of the four:
 
-    - `hit`: the share of targets whose most attended candidate is a key (`metrics.hit_rate`);
+    - `hit`: the share of targets whose most attended candidate is a key (`attention_metrics.hit_rate`);
     - `mass`: Σ_targets Σ_keys α / Σ_targets Σ_candidates α, attention to keys over attention to candidates, each summed
       over the targets of a prompt first, so that a target counts by the attention that it pays to candidates. Prompts
       then count by their targets, not by attention: else the few that pay candidates much would decide;
