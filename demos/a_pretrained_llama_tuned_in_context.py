@@ -11,9 +11,11 @@
 # %% [markdown]
 # # A pretrained Llama, tuned in context: does it align?
 #
-# SmolLM2-135M is a Llama of 30 layers, pretrained on English and code. This page shows the missing alignment link in it (Agarwal and Sarawagi, 2025), loads the adapter of an in-context tuning that closes the gap
-# (*ICA-Tune*), finds the heads that the tuning made, and asks how far what they learned reaches. The model is a package on your disk: no hub, no GPU. Where it is not installed
-# ({doc}`how </your-own-model>`), the bundled `toy-llama` runs instead; the next line says which one you see. The text is about SmolLM2.
+# You will see that SmolLM2-135M, a Llama of 30 layers pretrained on English and code, looks up in context and does not align, and that tuning in context (*ICA-Tune*, Agarwal and
+# Sarawagi, 2025) makes heads that do. You will also see how to test what such heads have learned: here a rule that holds at one length of the input alone.
+#
+# The model is a package on your disk: no hub, no GPU. If it is not installed ({doc}`how </your-own-model>`), the bundled `toy-llama` runs instead; the next line says which one
+# you see. The text is about SmolLM2.
 
 # %%
 import importlib.util
@@ -28,8 +30,9 @@ print(f"this page was run with {name}: {before.cfg.n_layers} layers of {before.c
 # %% [markdown]
 # ## Before: lookup, no alignment
 #
-# Each line translates five symbols into two letters each; the translations are new in every prompt. In *pre-aligned* prompts each symbol is written once more before its letters, so looking up what followed it
-# earlier is enough. In *standard* prompts the model must first know which symbol is next.
+# Each line translates five symbols into two letters each; the translations are new in every prompt. In *pre-aligned* prompts each symbol is repeated just before its letters, so
+# looking up what followed it earlier is enough. In *standard* prompts, such as this one, the model must first know which symbol is next. A symbol and the letters that
+# translate it share a colour and a number:
 
 # %%
 shape = {"x_len": 5, "phrase_len": 2, "n_examples": 15}
@@ -37,14 +40,20 @@ tasks = {style: ac.Seq2SeqTask(style=style, **shape) for style in ("standard", "
 prompts = {style: task.sample(12, before.tokenizer, seed=1) for style, task in tasks.items()}
 prompts["standard"][0]
 
+# %% [markdown]
+# Compare the model's first letters with *history*, an ideal predictor that never sees the input:
+
 # %%
 ac.plots.accuracy(ac.evaluate(before, prompts["pre-aligned"]), "Pre-aligned prompts, before tuning")
+
+# %% [markdown]
+# On pre-aligned prompts its first letters are right more often than those of history. And if it must find the symbol itself?
 
 # %%
 ac.plots.accuracy(ac.evaluate(before, prompts["standard"]), "Standard prompts, before tuning")
 
 # %% [markdown]
-# On pre-aligned prompts its first letters are right more often than those of an ideal predictor that never sees the input (*history*); on standard prompts less often.
+# There they are right far less often than those of history: lookup works, alignment is missing.
 #
 # ## Tuning
 #
@@ -54,7 +63,7 @@ ac.plots.accuracy(ac.evaluate(before, prompts["standard"]), "Standard prompts, b
 #     config = ac.TuneConfig(loss_on="all", steps=400, batch=2, lr=3e-3, warmup=10, alpha=64, dropout=0, projections=("q", "k", "v", "o"), precision="bf16")
 #     run = ac.tune(before, ac.Seq2SeqTask(**shape, task_seed=1), config, seed=1, out="runs/aligned")
 #
-# Its adapter of 3.7 MB comes with the package:
+# Its adapter of 3.7 MB comes with the package. Are its first letters above history now?
 
 # %%
 after = ac.load(f"{name}-ica")
@@ -62,7 +71,8 @@ tuned = ac.evaluate(after, prompts["standard"])
 ac.plots.accuracy(tuned, "Standard prompts, after tuning")
 
 # %% [markdown]
-# With the symbols of the last line in random order (the inputs of the examples follow a small grammar), it is right as well; with wrong letters in the examples it is not, so it reads them:
+# They are: all of them are right. Is it also right with the symbols of the last line in random order? (The inputs of the examples follow a small grammar, by which a model could
+# guess the next symbol.) And does it read the examples, so that wrong letters in them mislead it?
 
 # %%
 beyond = ac.Seq2SeqTask(**shape, ood=True).sample(12, before.tokenizer, seed=2)
@@ -75,7 +85,8 @@ for what, table in {"as they are": tuned, **new}.items():
 # %% [markdown]
 # ## The heads
 #
-# No loss asked a head to attend to the symbol that is translated next. Some do now, and others look its translations up. What tuning changed, as the share of all its attention that a head gives to the right tokens:
+# It is right in any order, and it reads the examples. No loss asked a head to attend to the symbol that is translated next. Look for heads that do so only after tuning: a dark
+# cell is a head that gives a larger share of all its attention to the right tokens.
 
 # %%
 metrics = ["align_query_attention", "lookup_attention"]
@@ -85,8 +96,15 @@ scores = {
 }
 ac.plots.head_maps(scores["after"] - scores["before"], metrics, "What tuning changed")
 
+# %% [markdown]
+# Left: one head above all, L19H2, now attends to the symbol that is translated next. Right: heads of the layers above it, from 21 on, now look up the translations of that symbol.
+# The four best aligners:
+
 # %%
 scores["after"].top("align_query_attention", 4)
+
+# %% [markdown]
+# On one prompt the best aligner should draw a staircase: from each pair of letters to the next symbol. A row is the token that attends, and `...` is all earlier lines.
 
 # %%
 aligners = scores["after"].top("align_query_attention", 4).head_indices
@@ -95,7 +113,9 @@ ac.plots.attention(
 )
 
 # %% [markdown]
-# Are they needed? The four best aligners ablated to their means, beside four random heads of the same layers:
+# L19H2 draws it, one step for each symbol. The lookup head beside it attends to the earlier lines, where the translations are.
+#
+# Are the aligners needed? The four best are ablated to their means, and then four random heads of the same layers:
 
 # %%
 generator = random.Random(0)
@@ -113,8 +133,10 @@ for what, table in {"none": tuned, **ablated}.items():
 # %% [markdown]
 # ## How far does it reach?
 #
-# The symbol of the next phrase stands at another distance for each phrase, so these heads do more than attend a fixed distance back. But do they find the symbol in inputs of another length? There it is not at the
-# distance that it has in inputs of five symbols. A relation of our own marks, for the position before each phrase, the token at that distance, the symbol's *place among five*:
+# Without the four aligners most first letters are lost, without the random heads none.
+#
+# The symbol of the next phrase stands at another distance for each phrase, so these heads do more than attend a fixed distance back. But do they find the symbol in inputs of
+# another length? There it is not at the distance that it has in inputs of five symbols. A relation of our own marks the token at that distance, the symbol's *place among five*:
 
 # %%
 for x_len in (4, 5, 6):

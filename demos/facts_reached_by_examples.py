@@ -11,12 +11,16 @@
 # %% [markdown]
 # # Facts reached by examples
 #
-# A model reads what is true of some subjects, each fact stated in its own words. Later it is shown pairs, *subject, attribute*, all of one type, and must continue them: nothing states which
-# type. After Vasudeva et al. (2026) we make such a world, teach it to a small attention-only model, and look for what changes when it learns to recall from examples.
+# You will train a small attention-only model to recall facts from examples alone, and see that its heads change: one finds the subject, another the type that the examples share.
+# You will also see how any model and any task of your own is scored and ablated.
+#
+# First the model reads what is true of some subjects, each fact stated in its own words. Later it is shown pairs, *subject, attribute*, all of one type, and must continue them:
+# nothing states which type (Vasudeva et al., 2026).
 #
 # ## A world and the facts stated of it
 #
-# Every subject has one attribute (a *value*) of each type; attributes are shared. Here a relation token announces the type where a fact is stated.
+# Every subject has one attribute (a *value*) of each type; several subjects may have the same. In a fact a relation token (`r`) announces the type. Below, a prompt of facts and
+# one of examples, each with its answer and the positions that its relations call right:
 
 # %%
 from dataclasses import replace
@@ -45,7 +49,8 @@ for task in (facts, tested):
 # %% [markdown]
 # ## Facts first, then demonstrations
 #
-# Both stages go through one training loop; the log holds, for any prompts, the shares of predictions that are right (`exact`), that are a value of the right type (`type`), the subject's value of any type (`subject`), and a value at all (`attribute`). Demonstrations are about half of the subjects, and queries about held-out ones.
+# Both stages go through one training loop. The log holds the shares of predictions that are right (`exact`), that are a value of the right type (`type`) and that are the subject's
+# value of any type (`subject`). Demonstrations are about half of the subjects, and queries are about the others (`held_out`). First the facts:
 
 # %%
 model = AttentionOnly(AttentionOnlyConfig(world.d_vocab, facts.length - 1, d_head=32), seed=0)
@@ -53,6 +58,9 @@ probes = {"facts": facts.sample(128, seed=1), "held_out": tested.sample(128, see
 pretraining = replace(PRETRAINING, steps=500, lr=3e-3, schedule="cosine", log_every=100)
 first = train_stage(model, Stage(facts, pretraining, 32), probes=probes, progress=False)
 first.log[["step", "loss", "facts.type", "facts.subject", "facts.exact", "held_out.exact"]].round(2)
+
+# %% [markdown]
+# The model knows all values of a subject, and guesses their type. Now the demonstrations:
 
 # %%
 before = ac.score_heads(model, probes["held_out"])
@@ -63,7 +71,8 @@ second.log[["step", "loss", "held_out.type", "held_out.subject", "held_out.exact
 # %% [markdown]
 # ## Which head looks where
 #
-# The relations of the prompts are all that `score_heads` needs: the subject of the query, and the attributes of the type. Before finetuning and after:
+# Most held-out queries are right now, though the model saw no demonstration of these subjects. The relations of the prompts are all that `score_heads` needs: the subject of the
+# query (`query_subject`), and the attributes in the examples (`same_type`). Before finetuning and after:
 
 # %%
 after = ac.score_heads(model, probes["held_out"])
@@ -72,10 +81,15 @@ for name, table in (("before", before), ("after", after)):
         rows = table.heads().where(metric=metric).frame
         print(f"{name:7} {metric:14}", {f"L0H{int(row['head'])}": round(row["value"], 2) for _, row in rows.iterrows()})
 
+# %% [markdown]
+# The change as a figure: violet heads attend more than before, orange ones less.
+
 # %%
 ac.plots.head_maps(after - before, ["query_subject", "same_type"])
 
 # %% [markdown]
+# The heads have divided the work: L0H0 and L0H1 turn to the subject, and L0H2 to the attributes of the examples.
+#
 # ## Which heads matter
 #
 # The effect of ablating each head to its mean, in nats of the right attribute's log-probability. `align-circuits reproduce recall/heads` does all this over seeds, beside the heads that the paper's theory

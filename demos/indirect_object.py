@@ -11,10 +11,12 @@
 # %% [markdown]
 # # The indirect object
 #
-# "When Anna and Carl went to the store, Carl gave a book to" goes on with "Anna". Wang et al. (2023, "Interpretability in the Wild") found *name movers* in GPT-2 small: heads
-# that attend, where the text ends, to the name that occurs once, and write it. Does another model have them? The page is run with SmolLM2-135M-Instruct where it is installed
-# ({doc}`how </your-own-model>`), and otherwise with the bundled `toy-llama`, which reads characters and was never trained on English: its numbers show the code, and no more. The
-# next line says which one you see.
+# You will find the heads with which a model completes "When Anna and Carl went to the store, Carl gave a book to", and test in four ways what they do. You will see that a large
+# effect and attention to the right name do not always go together.
+#
+# Wang et al. (2023, "Interpretability in the Wild") found *name movers* in GPT-2 small: heads that attend, where the text ends, to the name that occurs once, and write it. Does
+# another model have them? The page is run with SmolLM2-135M-Instruct if it is installed ({doc}`how </your-own-model>`), and otherwise with the bundled `toy-llama`, which reads
+# characters and was never trained on English: its numbers show only that the code runs. The next line says which model you see.
 
 # %%
 import importlib.util
@@ -52,7 +54,7 @@ clean, corrupted = ac.Prompts.from_pairs(
 pair = ac.Pair(clean, corrupted, metric="logit_diff", kind="first")
 
 # %% [markdown]
-# What every part of the model adds directly to the logit difference, the right name's logit minus the other's: all of them sum to it.
+# What every head and MLP adds directly to the logit difference (the right name's logit minus the other's). All of them sum to it; the five largest:
 
 # %%
 direct = ac.direct_logit_attribution(model, clean, metric="logit_diff", kind="first")
@@ -62,8 +64,8 @@ direct.top("direct_logit_diff", 5)
 # %% [markdown]
 # ## Which heads bring the answer back?
 #
-# Attribution estimates it for all heads at the price of some four forward passes. The six best are then patched one by one where the text ends, from the clean run into the corrupted one, beside six heads
-# drawn at random.
+# Attribution estimates it for all heads at the price of some four forward passes. The six best are then patched one by one where the text ends, from the clean run into the
+# corrupted one, beside six heads drawn at random.
 
 # %%
 best = ac.attribute_heads(model, pair).top("logit_diff", 6).head_indices
@@ -89,7 +91,8 @@ for head in best + control:
 # %% [markdown]
 # ## Do they carry the name?
 #
-# How often a run with these heads' outputs from the other prompt gives the other prompt's answer.
+# How often does a run with these heads' outputs from the other prompt give the other prompt's answer (`interchange`)? In SmolLM2 it always does with all six, never with six random
+# heads, and seldom with the best one alone.
 
 # %%
 ac.interchange_accuracy(model, pair, heads=best[:1], sets={"best": best, "random": control})
@@ -97,9 +100,13 @@ ac.interchange_accuracy(model, pair, heads=best[:1], sets={"best": best, "random
 # %% [markdown]
 # ## Where it lies
 #
-# The residual stream of some layers, patched at the named positions alone. The information stands at the second name, and moves to the end.
+# The residual stream before some layers is patched at one named position at a time: the names in the first clause (`IO`, `S1`), the repeated name (`S2`) and the last token (`END`).
+# Look for the layer at which the effect moves from one position to another.
 
 # %%
 layers = range(0, model.cfg.n_layers, max(1, model.cfg.n_layers // 6))
 stream = ac.patch_sites(model, pair, ["resid_pre"], layers=layers, positions=["IO", "S1", "S2", "END"])
 ac.plots.position_map(stream, title="Denoising: logit difference")
+
+# %% [markdown]
+# In SmolLM2 the answer stands at the repeated name up to layer 15, still mostly at layer 20, and at the last token at layer 25. That fits the heads found above, which stand in layers 19 to 29.

@@ -11,8 +11,10 @@
 # %% [markdown]
 # # Prompts that know their alignment
 #
-# To ask which attention heads *align* an output with its input, you need prompts whose alignment is known. This tutorial makes some, looks at them, corrupts them, and
-# scores every head of a model whose circuit we built by hand, so that the right answer is known. It needs no weights and takes a minute on a laptop.
+# You will make prompts whose alignment (which output translates which input) is known, and learn what an accuracy and a score of attention mean on them. You will also see
+# why a score alone does not show that a model uses a head: in a circuit whose weights are set by hand, a head with a perfect score does nothing.
+#
+# The page takes a minute on a laptop and needs no weights.
 
 # %%
 import align_circuits as ac
@@ -23,7 +25,8 @@ task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=15)
 # ## The task
 #
 # An input is five symbols. Each symbol has an automaton of its own that writes phrases of two letters; the output is one phrase for each symbol. Symbols and automata are
-# new in every prompt, so nothing can be known by heart: a model must read the automata from the 15 examples, and must find out *which symbol a phrase translates*.
+# new in every prompt, so nothing can be known by heart: a model must read the automata from the 15 examples, and must find out *which symbol a phrase translates*. Follow one
+# colour from the last line up:
 
 # %%
 model = ac.planted_circuit(task, seed=0)
@@ -32,10 +35,13 @@ prompts[0]
 
 # %% [markdown]
 # The last line is the test example. A phrase to predict (framed), the symbol that it translates (framed), and the letters of earlier examples where that symbol was
-# translated share a number and a colour. Everything that is drawn here is data:
+# translated share a number and a colour. All of it is data. The tokens to predict (*targets*):
 
 # %%
 prompts.targets.head()
+
+# %% [markdown]
+# And where a head should attend (*relations*):
 
 # %%
 align = prompts.relations["align_query"]
@@ -53,7 +59,7 @@ print(
 #
 # ## What does an accuracy mean?
 #
-# A prediction is right if the true automaton accepts it, so a lucky guess is not rare. Four references say what an accuracy is worth, computed from the automata and the prompt:
+# A prediction is right if the true automaton accepts it, so a lucky guess is not rare. Compare the model with four references, which are computed from the automata and the prompt:
 #
 # - `chance`: a uniformly guessed letter;
 # - `memoryless`: an ideal predictor that never sees the test input, but knows all five automata and the phrase so far;
@@ -68,20 +74,30 @@ ac.plots.accuracy(accuracy)
 # The planted circuit reaches the oracle: it aligns and looks up.
 #
 # ## Which heads do it?
+#
+# Two heads have a perfect score, the next best one of chance (1/5):
 
 # %%
 scores = ac.score_heads(model, prompts)
 scores.top("align_query", 5)
 
+# %% [markdown]
+# All heads at a glance; yellow cells are heads that nearly always attend most to the symbol that is translated next.
+
 # %%
 ac.plots.head_map(scores, "align_query", "Attention from the generating position to the aligned symbol (hit rate)")
+
+# %% [markdown]
+# The two stand in layers 1 and 3. Which heads give their attention to earlier letters of the same symbol?
 
 # %%
 ac.plots.head_map(scores, "lookup", "Attention to earlier letters of the same symbol (mass)")
 
 # %% [markdown]
-# The circuit was built by hand, with decoys beside it, and knows its true roles. Look at the heads that score high without being an aligner: one has an aligner's attention and writes
-# nothing. **A score is not a cause**: it says where a head attends, not whether the model uses it.
+# Two heads of the last layer, above the aligners, since what to look up must be known first. (Gray: a head that gives letters no attention.)
+#
+# The circuit knows its true roles, since it was built by hand, with *decoys* beside it: heads that attend as required and write nothing. Of the two heads with a perfect score one
+# is an aligner and the other is a decoy. **A score is not a cause**: it says where a head attends, not whether the model uses it.
 
 # %%
 best = scores.top("align_query", 5).frame
@@ -90,7 +106,8 @@ best.assign(role=[model.roles[layer, head] for layer, head in zip(best["layer"],
 # %% [markdown]
 # ## Is it alignment, or a fixed offset?
 #
-# With a monotonic alignment, the aligned symbol lies at a distance that follows from the phrase's number alone. The control is a task whose alignment is a permutation:
+# With a monotonic alignment the distance of the aligned symbol follows from the number of the phrase alone. The control is a task whose alignment is a permutation. Follow a colour
+# again: the first phrase no longer translates the first symbol.
 
 # %%
 permuted = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=15, alignment="permutation", task_seed=3)
@@ -101,7 +118,7 @@ permuted.sample(1, model.tokenizer, seed=0)
 # ## Minimal pairs
 #
 # Causal questions need two prompts that differ in one respect. `corrupt` makes them: another test input (`"query"`), examples from other automata (`"labels"`), or examples that
-# contradict the alignment (`"alignment"`). Lengths, targets and gold stay those of the clean prompts.
+# contradict the alignment (`"alignment"`). Lengths, targets and relations stay those of the clean prompts. With another test input the old answer is mostly wrong:
 
 # %%
 corrupted = task.corrupt(prompts, "query", seed=1)
@@ -113,5 +130,5 @@ accuracies = {
 accuracies
 
 # %% [markdown]
-# Next: `evaluate` and `score_heads` work on any Llama that you can load; see {doc}`/your-own-data` for your own prompts, and
-# {doc}`/paper-or-code` for every choice behind the task.
+# Next: {doc}`find_the_heads` tests which heads a model needs. {doc}`/your-own-data` and {doc}`/your-own-model` are about your own prompts and model, and {doc}`/paper-or-code` lists
+# every choice behind the task.

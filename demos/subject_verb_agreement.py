@@ -11,9 +11,11 @@
 # %% [markdown]
 # # Subject-verb agreement
 #
-# "The man near the women" goes on with "is", though the nearest noun is a plural (Linzen et al., 2016; Finlayson et al., 2021). Which heads bring the number of the subject to the
-# verb? The page is run with SmolLM2-135M-Instruct where it is installed ({doc}`how </your-own-model>`), and otherwise with the bundled `toy-llama`, which reads characters and was never
-# trained on English: there the verb is its first letter alone, and the numbers show the code and no more. The next line says which one you see.
+# "The man near the women" goes on with "is", though the nearest noun is a plural (Linzen et al., 2016; Finlayson et al., 2021). You will find at which token a model keeps the
+# number of the subject, and which heads bring it to the verb; and you will see why `localize` names none of them here.
+#
+# The page is run with SmolLM2-135M-Instruct if it is installed ({doc}`how </your-own-model>`), and otherwise with the bundled `toy-llama`, which reads characters and was never
+# trained on English: there the verb is its first letter alone, and the numbers show only that the code runs. The next line says which model you see.
 
 # %%
 import importlib.util
@@ -51,7 +53,8 @@ pair = ac.Pair(clean, corrupted, metric="logit_diff", kind="first")
 # %% [markdown]
 # ## Where the number is
 #
-# The residual stream of some layers, patched at the subject and where the verb comes: it moves from the one to the other.
+# The residual stream before some layers is patched at the subject and at the last token (`END`), where the verb is predicted. Look for the layer at which the effect moves from the one to the
+# other.
 
 # %%
 layers = range(0, model.cfg.n_layers, max(1, model.cfg.n_layers // 6))
@@ -59,6 +62,8 @@ stream = ac.patch_sites(model, pair, ["resid_pre"], layers=layers, positions=["s
 ac.plots.position_map(stream, title="Denoising: logit difference of the verb")
 
 # %% [markdown]
+# In SmolLM2 the number stands at the subject even before layer 25. So heads of the last layers must move it.
+#
 # ## Which heads move it
 #
 # `localize` takes a relation as a role: here from the verb to the subject. It chooses candidates by their attention on one half of the prompts, and tests them on the other: by permutation, by

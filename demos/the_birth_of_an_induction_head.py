@@ -11,13 +11,13 @@
 # %% [markdown]
 # # The birth of an induction head
 #
-# An induction head appears abruptly while a network trains. After [Reddy (2024)](https://arxiv.org/abs/2312.03002) we watch it happen in a network of two attention layers, small
-# enough for a laptop, over several seeds at once, and then interfere.
+# You will train networks of two attention layers on a laptop and see an induction head appear abruptly, after [Reddy (2024)](https://arxiv.org/abs/2312.03002). You will learn which
+# attention comes before the transition and which with it, and test by intervening what brings it about.
 #
 # ## Sequences that know their relations
 #
-# Items and their labels stand in alternation; at the end stands an item whose label is to be predicted. Here four of five sequences use classes that exist nowhere else, so that only the context
-# can tell.
+# Items and their labels alternate; the label of the last item is to be predicted. Here four of five sequences use classes that exist nowhere else, so that only the context can
+# tell. Each sequence knows which position should attend to which:
 
 # %%
 import torch
@@ -41,7 +41,8 @@ for name, relation in prompts.relations.items():
 # %% [markdown]
 # ## Three seeds, trained as one
 #
-# Each seed's network has its own set of classes and labels (its *world*), weights and sequences, and ends as if it had been trained alone. Progress measures are read by hooks on the two attention patterns, on sequences of novel classes.
+# Each seed's network has its own classes and labels (its *world*), weights and sequences, and ends as if it had been trained alone. Look for the step at which accuracy on sequences of novel
+# classes (`in context`) leaves 1/4.
 
 # %%
 seeds = [0, 1, 2]
@@ -59,23 +60,27 @@ _, table = train(2000)
 training_courses(BOTH | {"swap": "labels swapped"}, {"mean of three seeds": {}})(table)
 
 # %% [markdown]
-# For a long time the network only guesses among the four labels that it sees: it has gone from 1/16 to 1/4. Then it learns in context at once, and swapping all labels does
-# not disturb it. The step where that happens, over seeds:
+# For a long time the network only guesses among the four labels that it sees: it has gone from 1/16 to 1/4. Then, within a few hundred steps, it learns to read the context, and swapping all labels
+# does not disturb it. (Where seeds differ in their step, the interval over three of them is wide.) The step at which accuracy reaches 1/2, over seeds:
 
 # %%
 print(measured(TRANSITION(table)))
 
 # %% [markdown]
-# Aligned at that step, two measures rise with the accuracy (*ILA1*, attention to the previous token in layer 1; *TILA2*, attention of the *target*, the last item, to its label in layer 2),
-# and two before it (*TLA2*, attention of the target to labels at large; *CLA*, the probability of the labels in the context).
+# Four *progress measures*, read by hooks on the attention patterns and from the logits, are drawn with that step of each seed at 0. Two are of an induction head: *ILA1*, attention to the previous token in
+# layer 1, and *TILA2*, attention of the last item (the *target*) to its label in layer 2. Two are of guessing: *TLA2*, attention of the target to labels at large, and *CLA*, the
+# probability of the labels in the context. Which rise first?
 
 # %%
 draw_measures()(table)
 
 # %% [markdown]
+# *TLA2* and *CLA* rise long before the transition, *ILA1* and *TILA2* with it.
+#
 # ## Attention through the transition
 #
-# Move the slider: layer 1 above, what the target attends to in layer 2 below, on one sequence.
+# The attention of one network on one sequence, before, at and after the transition: layer 1 above, and below it what the target attends to in layer 2. Move the slider. (As a
+# notebook on GitHub this page shows the first step alone.) Look at the cells beside the diagonal in layer 1, and at position 5 in layer 2, where the right label stands.
 
 # %%
 import pandas as pd
@@ -96,7 +101,9 @@ for steps in (moment // 2, moment, 3 * moment // 2):
 ac.plots.attention_course({name: pd.DataFrame(rows) for name, rows in maps.items()})
 
 # %% [markdown]
-# ## Interfering
+# At first attention is spread widely. After the transition labels attend to the item before them, and the target to its label.
+#
+# ## Intervening
 #
 # Does attention to the previous token bring the rest about? At the labels, which must fetch the item before them, we clamp it from the first step on. The transition then comes
 # far sooner. (If it is clamped at the items too, the transition comes sooner in some seeds only.)
