@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 from math import comb
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -466,6 +467,29 @@ class TestSmallest:
         one = repeated[:2].with_relations(own=repeated[:2].relations["induction"])
         per_target = [int(query) + 1 for query in one.relations["own"].query[: len(one.relations["own"]) // 2]]
         assert nulls.smallest_p_values(one, ["own"])["own"] == max(1e-4, 1 / np.prod(per_target))
+
+    def test_the_page_on_reports_has_these(self, char_tokenizer):
+        """The numbers in `docs/read-a-report.md`."""
+        page = (Path(__file__).parents[2] / "docs/read-a-report.md").read_text(encoding="utf-8")
+
+        def of(name: str, x_len: int, n_examples: int = 2) -> str:
+            return smallest(replace(TASK, x_len=x_len, n_examples=n_examples).sample(8, char_tokenizer, seed=0), name)
+
+        def smallest(prompts: Prompts, name: str) -> str:
+            return f"{nulls.smallest_p_values(prompts, [name])[name]:.2g}".removeprefix("0")
+
+        def named(n: int) -> str:
+            texts, letters = (["ab:", "ba:"] * n)[:n], {"a": ["a"] * n, "b": ["b"] * n}
+            prompts = Prompts.from_texts(texts, char_tokenizer, answer=letters["a"], positions=letters)
+            finds = Relation.from_positions("END", "a", prompts=prompts, candidates=["a", "b"])
+            return smallest(prompts.with_relations(finds=finds), "finds")
+
+        three, four, five, six = (of("align_query", x_len) for x_len in (3, 4, 5, 6))
+        assert f"1/m!: {three} for three symbols, {four} for four, {five} for five, {six} for six |" in page
+        three, four, five, six = map(named, (3, 4, 5, 6))
+        assert f"1/n!: {three} for six prompts in all, {four} for eight, {five} for ten, {six} for twelve;" in page
+        assert of("lookup", 3) == ".0001" and "| .0001 from 16 prompts and three symbols on |" in page
+        assert f"have: {of('previous', 5, n_examples=15)} in prompts of 272 tokens |" in page
 
     def test_of_named_candidates_by_hand(self):
         prompts = ac.Prompts.from_tokens([[1, 2, 3, 4, 5, 6]] * 3)

@@ -1,6 +1,8 @@
 """Prompts from JSON lines: what a file may hold, and what is wrong with one that does not fit."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,21 @@ def file(tmp_path):
         return path
 
     return write
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/your-own-data.md"])
+def test_the_files_of_the_documentation_are_read(file, page):
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    files = [
+        read_jsonl(file(raw=block)) for block in re.findall(r"^```json\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ]
+    assert files[0].keys() == {"text", "answer", "wrong", "corrupted"}
+    assert all(answer.startswith(" ") for columns in files for answer in columns["answer"])
+
+
+def test_the_documentation_has_every_key():
+    page = (Path(__file__).parents[2] / "docs/your-own-data.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE) == list(SCHEMA.items())
 
 
 def test_every_key_is_read(file, char_tokenizer):
