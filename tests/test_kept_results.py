@@ -232,3 +232,12 @@ def test_the_findings_of_a_paper_stand_in_few_words(paper):
     bullets = [line for line in short.splitlines() if line.strip()]
     assert 0 < len(bullets) <= 5 and all(line.startswith("- ") for line in bullets)
     assert len(short.replace("- **", "**").split()) <= 150
+
+
+def test_the_page_on_interventions_says_what_a_screen_misses():
+    frame = Table.load(DOCS / "results/benchmarks/screening").frame.set_index(["measure", "contestant", "sweep"])
+    page = (DOCS / "patch-and-attribute.md").read_text(encoding="utf-8")
+    for sweep in ("patches, denoise", "mean ablations"):
+        row = frame.loc["any of the best missed", "screened, 25%", f"40 planted circuits: {sweep}"]
+        low, value, high = (f"{row[end]:.2f}".removeprefix("0") for end in ("low", "value", "high"))
+        assert f"in {value} [{low}, {high}] of the sweeps of {sweep.split(',')[0].removeprefix('mean ')}" in page
