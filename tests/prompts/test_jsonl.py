@@ -40,9 +40,8 @@ def file(tmp_path):
 @pytest.mark.parametrize("page", ["README.md", "docs/your-own-data.md"])
 def test_the_files_of_the_documentation_are_read(file, page):
     text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
-    files = [
-        read_jsonl(file(raw=block)) for block in re.findall(r"^```json\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    ]
+    blocks = re.findall(r"^```json\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    files = [read_jsonl(file(raw=block))[0] for block in blocks]
     assert files[0].keys() == {"text", "answer", "wrong", "corrupted"}
     assert all(answer.startswith(" ") for columns in files for answer in columns["answer"])
 
