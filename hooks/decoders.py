@@ -19,6 +19,7 @@ from align_circuits.hooks.compat import (
     architectures,
     attention_functions,
     bridges,
+    onednn,
     rotary_embeddings,
     stored_weights,
     unhooked,
@@ -154,8 +155,11 @@ def decoder_of(model: HookedModel) -> Iterator[Decoder]:
     Raises:
         ValueError: A bridge that the fast path does not apply to (`why_not_fast`).
     """
-    with nullcontext() if isinstance(model, HasDecoder) else raw_attention(model):
-        yield model.decoder() if isinstance(model, HasDecoder) else _BridgeDecoder(model)
+    if isinstance(model, HasDecoder):
+        yield model.decoder()
+    else:
+        with raw_attention(model), onednn.linear_layers():
+            yield _BridgeDecoder(model)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from align_circuits.hooks.attention import raw_attention
-from align_circuits.hooks.compat import bridges
+from align_circuits.hooks.compat import bridges, onednn
 from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
@@ -69,7 +69,12 @@ def gradients_at(
         inputs |= {"use_cache": False, "logits_to_keep": queries.cpu()}
         if "attention_mask" in inputs:
             inputs["position_ids"] = token_positions(mask)
-    with torch.enable_grad(), evaluating(model), raw_attention(model) if fast else nullcontext():
+    with (
+        torch.enable_grad(),
+        evaluating(model),
+        raw_attention(model) if fast else nullcontext(),
+        onednn.linear_layers() if fast else nullcontext(),
+    ):
         logits = model.run_with_hooks(tokens, fwd_hooks=probes.fwd_hooks, **inputs)
         logits = logits if bridges.is_bridge(model) else logits[:, queries.to(logits.device)]
         probes.check()

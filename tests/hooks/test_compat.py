@@ -28,7 +28,7 @@ from align_circuits.hooks.compat import architectures, attention_functions, brid
 PACKAGE = Path(ac.__file__).parent
 INSIDES = re.compile(
     r"\b(original_(component|model)|_original_component|_attn_implementation|_global_mapping|compatibility_mode|layer_idx"
-    r"|variance_epsilon|use_parallel_residual|_buffers|GeneralizedComponent|aten\._\w+)\b"
+    r"|variance_epsilon|use_parallel_residual|_buffers|GeneralizedComponent|(aten|mkldnn)\._\w+)\b"
 )
 
 
