@@ -1,8 +1,10 @@
 """Types of arguments, checked at the public functions: what came, what is allowed, and what to do."""
 
 import numbers
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -45,6 +47,9 @@ _REMEDIES = {
 }
 """What to do where an object of the package is missing."""
 
+_OF_THE_PAIR = {"metric": "metric", "metrics": "metric", "kind": "kind", "direction": "direction"}
+"""Arguments that people give to functions of pairs, and what they are of the pair."""
+
 
 class WrongArgument(TypeError):
     """An argument of a public function that is of a type it cannot take; the command line shows it as one line."""
@@ -69,7 +74,8 @@ def checked(function: T) -> T:
             given = known.bind(*args, **kwargs)
         except TypeError as error:
             names = ", ".join(name for name in known.parameters if name not in ("self", "cls"))
-            raise WrongArgument(f"{_name(function)}: {error}; it takes {names}") from None
+            meant = next((hint for name in kwargs if (hint := _meant(name, known.parameters))), "")
+            raise WrongArgument(f"{_name(function)}: {error}{meant}; it takes {names}") from None
         for name, value in given.arguments.items():
             if isinstance(value, np.generic):  # a number from an array or a table
                 given.arguments[name] = value.item()
@@ -78,6 +84,23 @@ def checked(function: T) -> T:
         return function(*given.args, **given.kwargs)
 
     return wrapper  # pyright: ignore[reportReturnType]
+
+
+def _meant(name: str, known: Mapping[str, Any]) -> str:
+    """What a person means by the name of an argument that a function does not have, as far as one can tell."""
+    if name in known:
+        return ""
+    if close := get_close_matches(name, known, n=1, cutoff=0.75):
+        return f", did you mean {close[0]}=?"
+    if "pair" in known and name in _OF_THE_PAIR:
+        return f", since it belongs to the pair: Pair(clean, corrupted, {_OF_THE_PAIR[name]}=...)"
+    return ", did you mean panels=?" if "panels" in known and name in ("metric", "metrics") else ""
+
+
+def listed(one_or_several: Any) -> list[Any]:
+    """Returns several metrics as a list; one alone, a name or a function, may come without."""
+    alone = isinstance(one_or_several, str) or callable(one_or_several)
+    return [one_or_several] if alone else list(one_or_several)
 
 
 @cache
@@ -91,8 +114,14 @@ def check_argument(function: str, name: str, value: Any, hint: Any) -> None:
     """Raises a WrongArgument unless a value, such as an argument of a function, is of a type."""
     kinds = _alternatives(hint)
     if any(_fits(value, kind) for kind in kinds):
-        return
+        return None
     lists = [kind for kind in kinds if _is_list(kind)]
+    dicts = [kind for kind in kinds if _is_mapping(kind)]
+    if dicts and isinstance(value, Mapping):
+        of_keys, of_values = get_args(dicts[0])
+        for key, item in value.items():
+            if _item_fits(key, of_keys) and not _item_fits(item, of_values):
+                return check_argument(function, f"{name}[{key!r}]", item, of_values)
     if lists and isinstance(value, list | tuple):  # the first item that does not fit says more than the whole
         index = next(index for index, item in enumerate(value) if not _item_fits(item, get_args(lists[0])[0]))
         name, value, hint = f"{name}[{index}]", value[index], get_args(lists[0])[0]
@@ -105,6 +134,12 @@ def check_argument(function: str, name: str, value: Any, hint: Any) -> None:
         if isinstance(value, types.FunctionType) and _item_fits(value, get_args(lists[0])[0]):
             remedy = f"; give a list, [{value.__name__}]"
         remedy = "; give a list, by .tolist()" if hasattr(value, "tolist") else remedy
+    if isinstance(value, list | tuple) and len(value) == 1 and any(_fits(value[0], kind) for kind in kinds):
+        remedy = f"; give it alone, {getattr(value[0], '__name__', repr(value[0]))}"
+    if isinstance(value, str) and {int, float} & {*kinds} and re.fullmatch(r"\s*-?\d+(\.\d+)?\s*", value):
+        remedy = f"; give the number, {value.strip()}"
+    if name.startswith("positions[") and any(hasattr(kind, "array_type") for kind in kinds):
+        remedy = "; give a mask, prompts.mask_of(name), of a position that was named when the prompts were made"
     raise WrongArgument(f"{function}: {name} is {described(value)}, not {_in_words(hint)}{remedy}")
 
 
@@ -134,7 +169,7 @@ def _fits(value: Any, hint: Any) -> bool:
             and len(value) == len(inner)
             and (not numeric or all(_fits(item, kind) for item, kind in zip(value, inner, strict=True)))
         )
-    if isinstance(origin, type) and issubclass(origin, Mapping):
+    if _is_mapping(hint):
         return isinstance(value, Mapping) and all(
             _item_fits(key, inner[0]) and _item_fits(item, inner[1]) for key, item in value.items()
         )
@@ -182,6 +217,10 @@ def _is_list(hint: Any) -> bool:
     return get_origin(hint) in (Sequence, Iterable, list)
 
 
+def _is_mapping(hint: Any) -> bool:
+    return isinstance(get_origin(hint), type) and issubclass(get_origin(hint), Mapping)
+
+
 def _in_words(hint: Any) -> str:
     """The type that is allowed, as a person says it."""
     if len(kinds := _alternatives(hint)) > 1:
@@ -192,12 +231,14 @@ def _in_words(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(map(repr, inner))
     if _is_list(hint):
+        if inner and {get_origin(kind) or kind for kind in _alternatives(inner[0])} == {tuple, str}:
+            return "a list of heads"  # or of edges' ends, which are heads too
         return f"a list ({_in_words(inner[0])})" if inner else "a list"
     if hasattr(hint, "array_type"):
         return f"a tensor [{hint.dim_str}]"
     if origin is tuple:
         return f"a tuple ({', '.join(_in_words(kind) for kind in inner)})"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
+    if _is_mapping(hint):
         return f"a dict ({' -> '.join(_in_words(kind) for kind in inner)})"
     if origin is Callable:
         return "a function"

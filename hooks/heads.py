@@ -54,6 +54,8 @@ def heads_of(cfg: Any, heads: Sequence[HeadLike] | None = None) -> list[Head]:
         return [(layer, head) for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
     if isinstance(heads, str):
         raise ValueError(f"heads={heads!r} is one string: give a list, such as ['L2H0', 'L3H1']")
+    if len(heads) == 2 and all(isinstance(number, int) for number in heads):
+        raise ValueError(f"heads={heads!r} is one head: give a list of heads, [{tuple(heads)!r}]")
     selected = list(dict.fromkeys(map(head_of, heads)))
     unknown = [head for head in selected if not (0 <= head[0] < cfg.n_layers and 0 <= head[1] < cfg.n_heads)]
     if unknown:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 SLACK = 1.1
 
 ROOMS = {
-    "align_circuits": (346, 300),
+    "align_circuits": (390, 300),
     "align_circuits/jobs": (1779, 1000),
     "align_circuits/prompts": (1670, 1300),
     "align_circuits/tables": (1540, 1100),

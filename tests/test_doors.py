@@ -24,6 +24,7 @@ from align_circuits.circuits.pruning import prune_edges
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.attention import PatternProbe
 from align_circuits.hooks.edits import Edit, _AtSite
+from align_circuits.report import plots
 from align_circuits.tables.intervals import weighted_mean
 
 
@@ -147,7 +148,29 @@ def test_as_many_controls_are_drawn_as_a_verdict_asks_for():
 
 CASES = [
     (lambda w: ac.score_heads(w.network, w.clean), "is a LlamaForCausalLM, not a model; load it with align_circuits.l"),
-    (lambda w: ac.score_heads(w.model, w.clean, "lookup"), r"is the text 'lookup', not .*; give a list, \['lookup'\]"),
+    (
+        lambda w: ac.score_heads(w.model, w.clean, metric="lookup"),
+        r"argument 'metric', did you mean metrics=\?; it takes",
+    ),
+    (lambda w: ac.Pair(w.clean, w.clean, metrics="kl"), r"argument 'metrics', did you mean metric=\?; it takes"),
+    (lambda w: ac.Pair(w.clean, w.clean, metric=["kl"]), r"metric is a list of 1 .*, not .*; give it alone, 'kl'"),
+    (
+        lambda w: ac.patch_heads(w.model, w.pair, metrics="kl"),
+        r"argument 'metrics', since it belongs to the pair: Pair\(clean, corrupted, metric=\.\.\.\); it takes",
+    ),
+    (lambda w: plots.head_maps(w.table, metric="lookup"), r"did you mean panels=\?"),
+    (lambda w: w.table.top("lookup", n="10"), "n is the text '10', not an int; give the number, 10"),
+    (lambda w: w.table.top("lookup", n="ten"), "n is the text 'ten', not an int$"),
+    (lambda w: ac.patch_heads(w.model, w.pair, heads="L0H1"), r"not a list of heads or None; give a list, \['L0H1'\]"),
+    (lambda w: ac.patch_heads(w.model, w.pair, heads=(0, 1)), r"is one head: give a list of heads, \[\(0, 1\)\]"),
+    (
+        lambda w: ac.patch_heads(w.model, w.pair, positions={"IO": 3}),
+        r"positions\['IO'\] is 3, not a tensor \[prompt pos\]; give a mask, prompts\.mask_of\(name\)",
+    ),
+    (
+        lambda w: ac.ablate_heads(w.model, w.clean).normalized(),
+        "effects of 'ablate_heads' have no scale from corrupted to clean prompts, .* call patch_heads",
+    ),
     (lambda w: ac.ablation_baseline(w.model, w.clean[:0]), "no prompts to average over"),
     (lambda w: w.task.corrupt(w.task.sample(2, w.tokenizer)[:0]), "no prompts to corrupt"),
     (lambda w: ac.score_heads(w.model, [[1, 2]]), "prompts is a list of 1 .*, not Prompts; make them with a task"),
@@ -181,6 +204,23 @@ def test_what_came_what_is_allowed_and_what_to_do(world, case):
     call, message = CASES[case]
     with pytest.raises((TypeError, ValueError, KeyError), match=message):
         call(world)
+
+
+def test_one_metric_needs_no_list(world):
+    for alone, several in (
+        (ac.score_heads(world.model, world.clean, "lookup"), ac.score_heads(world.model, world.clean, ["lookup"])),
+        (
+            ac.evaluate(world.model, world.clean, metrics="logit"),
+            ac.evaluate(world.model, world.clean, metrics=["logit"]),
+        ),
+        (
+            ac.ablate_heads(world.model, world.clean, heads=["L0H0"], metrics="logit"),
+            ac.ablate_heads(world.model, world.clean, heads=["L0H0"], metrics=["logit"]),
+        ),
+    ):
+        pd.testing.assert_frame_equal(alone.frame, several.frame)
+    assert plots.top_heads(world.table, "lookup") == plots.top_heads(world.table, ["lookup"])
+    assert plots.head_maps(world.table, "lookup") == plots.head_maps(world.table, ["lookup"])
 
 
 def test_numbers_of_arrays_and_tables_are_numbers(world):

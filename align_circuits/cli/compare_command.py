@@ -84,7 +84,7 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
     if verbs[0] != verbs[1] and not {*verbs} <= EFFECTS:
         raise ValueError(f"a run of {verbs[0]!r} and one of {verbs[1]!r} differ: give two of one verb")
     keys = [key for key in first.keys if key in second.keys]
-    first, second = (_by(keys, table) for table in (first, second))
+    first, second = (table.with_keys(keys) for table in (first, second))
     numbers = [table.frame[[*keys, "value", "n"]].assign(row=np.arange(len(table))) for table in (first, second)]
     both: Any = numbers[0].merge(numbers[1], on=keys, suffixes=("_a", "_b"))
     if not len(both):
@@ -105,17 +105,6 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
     frame = frame.sort_values("value", key=lambda values: values.abs(), ascending=False, kind="stable")
     provenance = Provenance("compare", {"A": asdict(first.provenance), "B": asdict(second.provenance)})
     return Table(frame.reset_index(drop=True), provenance), bool(frame["low"].notna().any())
-
-
-def _by(keys: list[str], table: Table) -> Table:
-    """The rows over all targets, with these keys alone; by the others they must not differ."""
-    if sorted(keys) == sorted(table.keys):
-        return table
-    table = table.of_all_targets()
-    others: Any = table.frame[[key for key in table.keys if key not in keys]]
-    if several := [key for key in others if others[key].nunique(dropna=False) > 1]:
-        raise ValueError(f"a run of {table.provenance.verb!r} has several rows a head, by {', '.join(several)}")
-    return replace(table, frame=table.frame.drop(columns=list(others)))
 
 
 def _differing(table: Table) -> Table:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from align_circuits.checks import checked
+from align_circuits.checks import checked, listed
 from align_circuits.heads.effects import check_screen, edit_effects
 from align_circuits.hooks.edits import Ablate, AblationBaseline, MeansBy, Patch, default_groups, groups_of
 from align_circuits.hooks.heads import HeadLike, heads_of
@@ -37,7 +37,7 @@ def ablate_heads(
     heads: Sequence[HeadLike] | None = None,
     baseline: Prompts | None = None,
     by: MeansBy | None = None,
-    metrics: Sequence[Metric] = BOTH,
+    metrics: Metric | Sequence[Metric] = BOTH,
     screen: float | None = None,
     options: RunOptions = RunOptions(),
 ) -> Table:
@@ -52,7 +52,7 @@ def ablate_heads(
         heads: Which heads, as `(2, 3)` or `"L2H3"`; all by default.
         baseline: The prompts whose activations replace those of the head; by default `prompts`.
         by: With `"mean"`: which tokens are a group, as for `ablation_baseline`.
-        metrics: What is measured, as `Pair.metric`; `"kl"` is the divergence from the intact model.
+        metrics: What is measured, one or several, as `Pair.metric`; `"kl"` is the divergence from the intact model.
         screen: A share of the heads, as for `patch_heads`: these are ablated, and the others' effects estimated.
         options: Engine and batch size.
 
@@ -76,7 +76,7 @@ def ablate_heads(
         source, edit = (baseline or prompts)[[*range(1, len(baseline or prompts)), 0]], Patch()
     else:
         edit = Ablate(how=how, baseline=ablation_baseline(model, baseline or prompts, how, by=by, options=options))
-    targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
+    targets = TargetMetrics.of(prompts, listed(metrics)).with_reference(model, prompts, options=options)
     settings = {"how": how, "baseline": (baseline or prompts).digest, "metrics": targets.names}
     if isinstance(edit, Ablate) and edit.baseline is not None and how == "mean":
         settings["by"] = edit.baseline.by if isinstance(edit.baseline.by, str) else [*edit.baseline.by]

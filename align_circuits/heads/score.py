@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.checks import checked
+from align_circuits.checks import checked, listed
 from align_circuits.heads.attention_metrics import entropy, hit_rate
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel
@@ -51,7 +51,7 @@ _NUMBERS_AT_ONCE = 2**22
 def score_heads(
     model: HookedModel,
     prompts: Prompts,
-    metrics: Sequence[str | OwnScore] | None = None,
+    metrics: str | OwnScore | Sequence[str | OwnScore] | None = None,
     *,
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
@@ -83,7 +83,8 @@ def score_heads(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with at least one relation, or with targets for a function.
-        metrics: Names or functions; by default each relation's standard measure, `lookup_mean`, `sink` and `entropy`.
+        metrics: Names or functions, one or several; by default each relation's standard measure, `lookup_mean`,
+            `sink` and `entropy`.
         edits: What is changed while the model runs.
         options: Engine and batch size.
 
@@ -100,7 +101,8 @@ def score_heads(
     """
     if not len(prompts):
         raise ValueError("no prompts to score: give at least one")
-    scores = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
+    measures = resolve(prompts, None if metrics is None else listed(metrics))
+    scores = ScoreAccumulator(measures, model.cfg.n_layers, model.cfg.n_heads, len(prompts))
     engine = forward(
         model, prompts, prompt=scores.prompt, query=scores.query, on_pattern=scores.add, edits=edits, options=options
     )

@@ -15,8 +15,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -255,15 +261,31 @@ def _place(source: str | Path, revision: str | None = None, gguf_file: str | Non
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except (OSError, HFValidationError) as error:
-        reason = str(error).splitlines()[0]
-        similar = "".join(f"did you mean {known!r}? " for known in get_close_matches(name, BUNDLED, n=1))
+        similar = "".join(f"Did you mean {known!r}? " for known in get_close_matches(name, BUNDLED, n=1))
         if name == "planted":  # a name of the command line
-            similar = "planted_circuit(task) builds such a model; "
+            similar = "planted_circuit(task) builds such a model. "
         raise ValueError(
-            f"{name!r} is neither a folder nor available on the hub ({reason.rstrip('. ')}): {similar}these need no "
-            f"hub: {', '.join(BUNDLED)}"
+            f"no folder {name!r}, and {_why_not_on_the_hub(error)}. {similar}These need no hub: {', '.join(BUNDLED)}"
         ) from error
     return folder if gguf_file is None else _in_folder(folder, gguf_file)
+
+
+def _why_not_on_the_hub(error: Exception) -> str:
+    """Why a download failed and what to do; the library's own sentence only where it is not known better."""
+    if isinstance(error, LocalEntryNotFoundError):
+        if constants.HF_HUB_OFFLINE:
+            return (
+                "no downloaded copy of a model of this name, while HF_HUB_OFFLINE=1 forbids a download: unset it, or "
+                "give a folder"
+            )
+        return "the hub cannot be reached to download a model of this name: connect to the network, or give a folder"
+    if isinstance(error, GatedRepoError):
+        return "the model of this name on the hub is gated: ask for access on its page, then `hf auth login`"
+    if isinstance(error, RevisionNotFoundError):
+        return "the model of this name on the hub has no such revision: give one of its branches, tags or commits"
+    if isinstance(error, RepositoryNotFoundError):
+        return "no public model of this name on the hub: check it, or `hf auth login` for a private one"
+    return f"no model of this name on the hub ({str(error).splitlines()[0].rstrip('. ')})"
 
 
 def _in_folder(folder: Path, gguf_file: str) -> Path:

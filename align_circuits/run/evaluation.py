@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.checks import checked
+from align_circuits.checks import checked, listed
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
@@ -31,7 +31,7 @@ def evaluate(
     model: HookedModel,
     prompts: Prompts,
     *,
-    metrics: Sequence[Metric] | None = None,
+    metrics: Metric | Sequence[Metric] | None = None,
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
 ) -> Table:
@@ -44,9 +44,9 @@ def evaluate(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets.
-        metrics: What is measured, by name or as functions of your own, as `Pair.metric`; `"kl"` is the divergence from
-            the model without the edits. By default accuracy, log-probability and, where all targets have a wrong
-            answer, the logit difference.
+        metrics: What is measured, one or several, by name or as functions of your own, as `Pair.metric`; `"kl"` is the
+            divergence from the model without the edits. By default accuracy, log-probability and, where all targets
+            have a wrong answer, the logit difference.
         edits: What is changed while the model runs.
         options: Engine and batch size.
 
@@ -74,7 +74,7 @@ def evaluate(
     if metrics is None:
         compared = WRONG in prompts.targets and bool(prompts.targets[WRONG].notna().all())
         metrics = ("accuracy", "log_prob", *(["logit_diff"] if compared else []))
-    targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
+    targets = TargetMetrics.of(prompts, listed(metrics)).with_reference(model, prompts, options=options)
     values, engine = targets.measure(model, edits, options=options)
     settings = {"metrics": targets.names, **edits_provenance(edits)}
     return evaluation_table(targets, values[:, 0], provenance_of("evaluate", model, prompts, engine, settings))

@@ -211,10 +211,17 @@ class Table:
                 left out.
         """
         if not self.is_paired:
+            verb = self.provenance.verb
+            if self.baselines is not None:  # of ablation
+                raise ValueError(
+                    f"effects of {verb!r} have no scale from corrupted to clean prompts, since it runs no corrupted "
+                    "ones: call patch_heads(model, Pair(clean, corrupted)), or divide by the metric of the intact "
+                    "model, in table.baselines"
+                )
             raise ValueError(
-                f"a table of {self.provenance.verb!r} without the metric on clean and corrupted prompts: give one of "
-                "patch_heads, patch_sites, attribute_heads, patch_edges, patch_paths, attribute_edges or "
-                "interchange_accuracy, before it is joined or subtracted"
+                f"a table of {verb!r} without the metric on clean and corrupted prompts: give one of patch_heads, "
+                "patch_sites, attribute_heads, patch_edges, patch_paths, attribute_edges or interchange_accuracy, and "
+                "normalise tables before they are joined or subtracted"
             )
         runs = self._own_baselines
         if self.values is None or runs.values is None or runs.weights is None:
@@ -317,10 +324,7 @@ class Table:
         """
         if by not in (None, "highest", "lowest", "absolute"):
             raise ValueError(f"by={by!r}: choose 'highest', 'lowest' or 'absolute', or leave it out")
-        if metric is None:
-            metric, *others = dict.fromkeys(self.frame["metric"]) or ("",)
-            if others:
-                raise ValueError(f"this table has the metrics {metric}, {', '.join(others)}: name one, top({metric!r})")
+        metric = metric or self.only_metric("top({!r})")
         table, part_keys = self.where(metric=metric).of_all_targets()._parts()
         table.check_not_mixed()
         table._check_one_row(part_keys)
@@ -334,16 +338,30 @@ class Table:
         best = np.argsort(order, kind="stable")[: min(n, int((~np.isnan(value)).sum()))]
         return table._rows(best)
 
+    def only_metric(self, example: str) -> str:
+        """Returns the metric of a table that has one; a message shows `example`, with the name of a metric in it.
+
+        Raises:
+            ValueError: The table has several metrics, or none.
+        """
+        metrics: list[str] = [*dict.fromkeys(self.frame["metric"])] if "metric" in self.frame else []
+        if len(metrics) > 1:
+            raise ValueError(f"this table has the metrics {', '.join(metrics)}: name one, {example.format(metrics[0])}")
+        if not metrics:
+            raise ValueError(f"no metric in this table, which has {len(self)} rows by {', '.join(self.keys)}")
+        return metrics[0]
+
     @checked
-    def to_array(self, metric: str) -> Float[ndarray, "layer head"]:
+    def to_array(self, metric: str | None = None) -> Float[ndarray, "layer head"]:
         """Returns `metric` as an array over the layers and heads of the model, over all targets if no kind was chosen.
 
-        Heads without a row are NaN. Where the provenance does not tell the model's size, the rows do.
+        The metric may be left out where the table has one. Heads without a row are NaN. Where the provenance does not
+        tell the model's size, the rows do.
 
         Raises:
             ValueError: A head has more than one row, or some are estimates: select by the other key columns first.
         """
-        table = self.where(metric=metric).of_all_targets().heads()
+        table = self.where(metric=metric or self.only_metric("to_array({!r})")).of_all_targets().heads()
         table.check_not_mixed()
         table._check_one_row(("layer", "head"))
         indices = table.frame[["layer", "head"]].to_numpy(dtype=int)
@@ -393,6 +411,9 @@ class Table:
     def __sub__(self, other: "Table") -> "Table":
         """Returns the difference, row paired with row by the key columns.
 
+        A key that one table lacks is left out, as long as it is the same in all rows of the other that are over all
+        targets: so effects by patching can be compared with their estimates by attribution.
+
         Where both tables kept their prompts, and they are the same prompts, the interval is that of the paired
         difference; else there is no honest interval, and low and high are NaN. That of accuracy and other shares
         (`SHARES`) stays within its bounds (`intervals.proportion_change`), which are -1 and 1, or -2 and 2 for
@@ -400,7 +421,8 @@ class Table:
         baselines.
 
         Raises:
-            ValueError: Tables of other rows, or of patches in different directions.
+            ValueError: Tables of other rows, or of patches in different directions, or a key that one table lacks and
+                that tells rows of the other apart.
         """
         left, right = (_directions(table) for table in (self, other))
         if left and right and left != right:
@@ -409,8 +431,10 @@ class Table:
                 "noise takes away and what denoising brings back are different questions, measured in different runs; "
                 "measure both tables with one direction, or select it with .where(direction=...) on both sides"
             )
-        if sorted(self.keys) != sorted(other.keys):
-            raise ValueError(f"tables with different key columns: {self.keys} and {other.keys}")
+        shared = [key for key in self.keys if key in other.keys]
+        if not shared:
+            raise ValueError(f"tables without a common key: {', '.join(self.keys)} and {', '.join(other.keys)}")
+        self, other = self.with_keys(shared), other.with_keys(shared)
         # merge pairs missing keys with missing keys, which an index does not
         positions = other.frame[self.keys].assign(_place=np.arange(len(other)))
         try:
@@ -418,8 +442,11 @@ class Table:
         except ValueError as error:  # pandas's words
             raise ValueError(f"the tables have keys of different types: {error}") from error
         if len(self) != len(other) or sorted(paired.fillna(-1)) != list(range(len(other))):
+            values = ((key, *({*table.frame[key].dropna()} for table in (self, other))) for key in shared)
+            unlike = [f"{key} ({_some(ours)} and {_some(theirs)})" for key, ours, theirs in values if ours != theirs]
             raise ValueError(
                 "the tables do not hold the same rows: select the same keys with .where(...) on both sides"
+                + f"; they differ in {', '.join(unlike)}" * bool(unlike)
             )
         right = other._rows(paired.to_numpy(dtype=int))
         same = _same_data(self, other) and bool(self.provenance.data)
@@ -434,6 +461,23 @@ class Table:
         )
         settings = {"left": asdict(self.provenance), "right": asdict(other.provenance)}
         return Table(frame, replace(self.provenance, verb="difference", settings=settings))
+
+    def with_keys(self, keys: Sequence[str]) -> "Table":
+        """Returns the rows by these keys alone; over all targets, if that leaves a key out.
+
+        Raises:
+            ValueError: Another key tells rows apart.
+        """
+        if not (others := [key for key in self.keys if key not in keys]):
+            return self
+        table = self.of_all_targets()
+        frame: Any = table.frame
+        if several := [key for key in others if frame[key].nunique(dropna=False) > 1]:
+            raise ValueError(
+                f"only the table of {self.provenance.verb!r} has {' and '.join(several)}, which tells its rows apart: "
+                f"choose one value with .where({several[0]}={frame[several[0]].iloc[0]!r}) first"
+            )
+        return replace(table, frame=frame.drop(columns=others))
 
     def _interval_of_difference(self, right: "Table") -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
         """The interval of each row minus that of `right`, which has the same rows, measured on the same prompts."""
@@ -691,6 +735,12 @@ def _measured_shares(table: Table) -> Bool[ndarray, " row"]:
 def _are_levels(provenance: Provenance) -> bool:
     """Whether the numbers of a table are metrics themselves, and not changes of them."""
     return provenance.verb in (*_LEVELS, "evaluate")
+
+
+def _some(values: set[Any]) -> str:
+    """Some values of a key, as a message lists them."""
+    ordered = sorted(map(str, values))
+    return ", ".join(ordered[:4]) + ", ..." * (len(ordered) > 4) or "none"
 
 
 def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

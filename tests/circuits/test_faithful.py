@@ -150,11 +150,9 @@ def test_sets_of_heads_that_are_taken_away_have_names(llama, noise):
 
 
 def test_circuits_do_not_depend_on_the_direction_of_the_pair(llama, pair):
-    tables = [
-        completeness(llama, ["L0H1"], ac.Pair(**pair, direction=direction), draws=0).frame
-        for direction in ("noise", "denoise")
-    ]
-    pd.testing.assert_frame_equal(*tables)
+    noise, denoise = (ac.Pair(**pair, direction=direction) for direction in ("noise", "denoise"))
+    expected = completeness(llama, ["L0H1"], noise, draws=0).frame
+    pd.testing.assert_frame_equal(completeness(llama, ["L0H1"], denoise, draws=0).frame, expected)
 
 
 def test_shares_of_circuits_stay_within_their_bounds(llama, noise):

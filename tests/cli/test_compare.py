@@ -87,7 +87,7 @@ def test_estimates_stand_beside_what_they_estimate(values, tmp_path, capsys):
     again: Any = Table.load(tmp_path / "both").frame.sort_values(["layer", "head"])
     pd.testing.assert_frame_equal(again, made)
     run(values[0], tmp_path / "a", verb="patch", heads=kinds.iloc[:3].assign(positions=["all", "END", "S"]))
-    assert main(command) == 2 and "has several rows a head, by positions" in capsys.readouterr().err
+    assert main(command) == 2 and "has positions, which tells its rows apart" in capsys.readouterr().err
     run(values[0], tmp_path / "a", verb="attribute", heads=HEADS.assign(metric="kl"))
     assert main(command) == 2 and "these differ in metric (kl, lookup)" in capsys.readouterr().err
 

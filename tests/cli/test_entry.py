@@ -89,6 +89,10 @@ def test_every_public_name_resolves_where_type_checkers_see_it():
     assert {*ac._ROOMS} == (folders | files) - {"beyond", "validation"}, "which a checkout alone has"
 
 
+def test_completion_offers_public_names_alone():
+    assert dir(ac) == sorted({*ac.__all__, *ac._ROOMS})
+
+
 def test_python_runs_the_package_as_the_command():
     done = subprocess.run([sys.executable, "-m", "align_circuits", "--version"], capture_output=True, text=True)
     assert done.stdout.startswith("align-circuits ") and done.returncode == 0

@@ -7,10 +7,18 @@ import socket
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
+import httpx
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
@@ -305,12 +313,36 @@ def test_pickle_is_refused(folders, random_hf_model, tmp_path):
     refused("no safetensors weights", load, tmp_path / "adapter")
 
 
+def hub_error(kind: type[Any]) -> Any:
+    return kind("as the library says it", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
+
+
+@pytest.mark.parametrize(
+    ("error", "offline", "message"),
+    [
+        (LocalEntryNotFoundError("Cannot find"), True, "while HF_HUB_OFFLINE=1 forbids a download: unset it"),
+        (LocalEntryNotFoundError("Cannot find"), False, "the hub cannot be reached .* connect to the network"),
+        (hub_error(GatedRepoError), False, "is gated: ask for access on its page"),
+        (hub_error(RevisionNotFoundError), False, "has no such revision: give one of its branches"),
+        (hub_error(RepositoryNotFoundError), False, "no public model of this name on the hub: check it, or `hf auth"),
+        (OSError("disk full.\nmore"), False, r"no model of this name on the hub \(disk full\)"),
+    ],
+)
+def test_why_a_model_cannot_be_downloaded_comes_first(monkeypatch, error, offline, message):
+    monkeypatch.setattr("align_circuits.models.loading.constants.HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr("align_circuits.models.loading.snapshot_download", Mock(side_effect=error))
+    refused(f"^no folder 'a/b', and .*{message}", load, "a/b")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         *((folder, "^no folder") for folder in ("/no/such/folder", "./nowhere", "a/b/c")),
-        *((name, r"is neither .* on the hub .*\): these need no hub") for name in ("a/b", "nothing", "not a!")),
-        ("toy-lama-ica", r"did you mean 'toy-llama-ica'\? these need no hub: toy-llama, "),
+        *(
+            (name, rf"^no folder '{name}', and no .*These need no hub: toy-llama")
+            for name in ("a/b", "nothing", "not a!")
+        ),
+        ("toy-lama-ica", r"Did you mean 'toy-llama-ica'\? These need no hub: toy-llama, "),
         ("planted", r"planted_circuit\(task\) builds such a model"),
     ],
 )

@@ -40,6 +40,15 @@ def test_a_head_map_shows_every_head_at_its_place_and_changes_no_global_template
     assert list(heat.y) == [0, 1, 2]
 
 
+def test_the_only_metric_of_a_table_needs_no_name(scores):
+    only = scores.where(metric="a")
+    assert plots.head_map(only) == plots.head_map(scores, "a")
+    np.testing.assert_array_equal(only.to_array(), scores.to_array("a"))
+    refused(r"has the metrics a, b: name one, head_map\(table, 'a'\)", plots.head_map, scores)
+    refused(r"has the metrics a, b: name one, to_array\('a'\)", scores.to_array)
+    refused("no metric in this table, which has 0 rows by metric", Table(scores.frame[:0], MADE).to_array)
+
+
 def test_maps_side_by_side_share_one_scale_around_zero_for_a_difference(scores):
     figure = plots.head_maps(scores, ["a", "b"])
     assert {trace.coloraxis for trace in figure.data} == {"coloraxis"}

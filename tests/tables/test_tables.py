@@ -356,13 +356,29 @@ def test_a_difference_of_other_prompts_has_no_interval():
 
 def test_tables_that_do_not_pair():
     made = table()
-    with pytest.raises(ValueError, match="do not hold the same rows"):
+    with pytest.raises(ValueError, match=r"do not hold the same rows: .*; they differ in layer \(0, 1 and 0\)"):
         _ = made - made.where(layer=0)
     with pytest.raises(ValueError, match="do not hold the same rows"):
         _ = made.where(layer=0) - made
     renamed = Table(made.frame.rename(columns={"metric": "measure"}), made.provenance)
-    with pytest.raises(ValueError, match="different key columns"):
+    with pytest.raises(
+        ValueError, match=r"only the table of 'made' has metric, .* choose one value with \.where\(metr"
+    ):
         _ = made - renamed
+    with pytest.raises(ValueError, match="tables without a common key: level, layer, head, metric and seed"):
+        _ = made - Table(pd.DataFrame({"seed": [0], "value": 1.0, "low": 1.0, "high": 1.0, "n": 1}), made.provenance)
+
+
+def test_a_difference_leaves_out_keys_that_one_table_lacks():
+    """As effects by patching, by site and kind of targets, and their estimates by attribution."""
+    estimates, patched = table(), table(seed=1)
+    further = patched.frame.assign(positions="all", kind="all", estimated=False)
+    kinds = pd.concat([further.assign(kind="first", value=9.0), further], ignore_index=True)
+    assert patched.values is not None and patched.weights is not None
+    values, weights = (np.tile(numbers, (2, 1)) for numbers in (patched.values, patched.weights))
+    of_kinds = Table(kinds, patched.provenance, values, weights)
+    pd.testing.assert_frame_equal((estimates - of_kinds).frame, (estimates - patched).frame)
+    pd.testing.assert_frame_equal((of_kinds - estimates).frame, (patched - estimates).frame)
 
 
 @pytest.mark.parametrize("how", ["column", "setting"])

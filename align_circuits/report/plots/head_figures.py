@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import plotly.graph_objects as go
 
-from align_circuits.checks import checked
+from align_circuits.checks import checked, listed
 from align_circuits.hooks.heads import HeadLike, head_of
 from align_circuits.report.plots.style import (
     BLANK,
@@ -28,7 +28,7 @@ from align_circuits.tables.tables import Table
 
 
 @checked
-def head_map(table: Table, metric: str, title: str | None = None, unit: str = "") -> go.Figure:
+def head_map(table: Table, metric: str | None = None, title: str | None = None, unit: str = "") -> go.Figure:
     """Returns one metric of every head as a map, layers from bottom to top.
 
     The map has a place for every head of the model, as the table's provenance knows it; heads without a row stay grey.
@@ -36,20 +36,22 @@ def head_map(table: Table, metric: str, title: str | None = None, unit: str = ""
 
     Args:
         table: With key columns layer, head and metric, one row per head.
-        metric: Which to draw.
+        metric: Which to draw; may be left out where the table has one.
         title: Above the map; the metric's name by default.
         unit: The unit of the numbers, as in `head_maps`.
 
     Raises:
-        ValueError: Nothing to draw: no rows of single heads, or no number among them; or several rows for a head.
+        ValueError: Nothing to draw: no rows of single heads, or no number among them; several rows for a head; or
+            several metrics and none named.
     """
+    metric = metric or table.only_metric("head_map(table, {!r})")
     return head_maps(table, [metric], title or metric, captions=False, unit=unit)
 
 
 @checked
 def head_maps(
     table: Table,
-    panels: Sequence[str] | None = None,
+    panels: str | Sequence[str] | None = None,
     title: str = "",
     captions: bool = True,
     *,
@@ -63,8 +65,9 @@ def head_maps(
 
     Args:
         table: With key columns layer and head; one row per head in each panel.
-        panels: What to draw, in order: metrics, or values of the column `by`. By default all that have the unit of the
-            first, since they share one scale: scores up to 1 without the entropy, log-probability without accuracy.
+        panels: What to draw, one or several, in order: metrics, or values of the column `by`. By default all that have
+            the unit of the first, since they share one scale: scores up to 1 without the entropy, log-probability
+            without accuracy.
         title: Above the maps.
         captions: Whether each map is headed by its panel's name.
         by: The key column that the panels are values of.
@@ -79,8 +82,7 @@ def head_maps(
         ValueError: No panels, no rows of single heads, no number among them, a head outside the shape, or more than one
             row for a head in a panel.
     """
-    if panels is None:
-        panels = _of_one_unit(table, by)
+    panels = _of_one_unit(table, by) if panels is None else listed(panels)
     if not panels:
         raise ValueError(f"no panels: name at least one value of {by!r}")
     frames = [_one_row_per_head(table.where(**{by: panel}), by) for panel in panels]
@@ -114,7 +116,7 @@ def head_maps(
 @checked
 def top_heads(
     table: Table,
-    metrics: Sequence[str] | None = None,
+    metrics: str | Sequence[str] | None = None,
     n: int = 5,
     title: str = "",
     by: Literal["highest", "lowest", "absolute"] | None = None,
@@ -125,7 +127,8 @@ def top_heads(
 
     Args:
         table: With key columns layer, head and metric, one row per head.
-        metrics: Which to draw, in order; by default all that have the unit of the first, as in `head_maps`.
+        metrics: Which to draw, one or several, in order; by default all that have the unit of the first, as in
+            `head_maps`.
         n: How many heads of each.
         title: Above the panels.
         by: What comes first, as for `Table.top`.
@@ -134,7 +137,7 @@ def top_heads(
     Raises:
         ValueError: No metrics.
     """
-    metrics = _of_one_unit(table, "metric") if metrics is None else metrics
+    metrics = _of_one_unit(table, "metric") if metrics is None else listed(metrics)
     if not metrics:
         raise ValueError("no metrics: name at least one value of 'metric'")
     captions = [f"{metric} ({UNITS[metric]})" if metric in UNITS else metric for metric in metrics]
