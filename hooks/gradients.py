@@ -86,6 +86,7 @@ def gradients_at(
         activations = [kept[name] for name in names]
         scalars = scalar(logits)
         passes = [
+            # Zeros, not None, for an activation on which the scalar does not depend.
             torch.autograd.grad(one, activations, retain_graph=place < scalars.numel(), materialize_grads=True)
             for place, one in enumerate(scalars.flatten(), 1)
         ]

@@ -268,6 +268,7 @@ class Prompts:
     def digest(self) -> str:
         """A hash of inputs, mask, targets and groups, the same for equal prompts, whose tables may be paired."""
         sha = hashlib.sha256()
+        # Without relations and kinds of tokens: tables of the same tokens and targets may be paired, however labelled.
         for tensor in (self.inputs, self.mask):
             sha.update(np.ascontiguousarray(tensor.numpy()).tobytes())
         sha.update(self.targets[["prompt", "query_pos", "token"]].to_numpy(dtype=np.int64).tobytes())
@@ -828,6 +829,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
     """Returns a hash of a tokenizer's vocabulary: equal if and only if every id means the same token."""
     sha = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        # Some vocabularies hold half characters, which plain UTF-8 refuses.
         sha.update(f"{index}\t{token}\n".encode(errors="surrogatepass"))
     return sha.hexdigest()[:16]
 

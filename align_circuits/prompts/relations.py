@@ -267,6 +267,7 @@ def previous_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt po
     pos = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     before = rows["query"] - 1
     relation = _among_all("previous", mask, torch.where(mask, pos, IGNORE), before, rows)
+    # Clamped, since -1 would look at the last column.
     return relation.select((before >= 0) & mask[rows["prompt"], before.clamp(min=0)])
 
 

@@ -222,6 +222,7 @@ def _ended(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
 
 def _continuation(tokenizer: Any, text_name: str, what: str, text: str, ids: list[int], answer: str) -> list[int]:
     """The tokens of an answer behind a text, if it starts a token of its own."""
+    # Read together, as the model reads them: alone an answer may become other tokens.
     both = _ids(tokenizer, text + answer)
     if both[: len(ids)] != ids or len(both) == len(ids):
         remedy = "with most tokenizers it begins with a space, and the text ends without one"
@@ -246,6 +247,7 @@ def _place(tokenizer: Any, text_name: str, text: str, ids: list[int], name: str,
         raise ValueError(
             f"{text_name}: positions[{name!r}]: {word!r} occurs {len(starts)} times; say which one, as {first}"
         )
+    # Only at its last token has a causal model read the whole part.
     last = starts[occurrence or 0] + len(word) - 1
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"positions[{name!r}]: this tokenizer does not say where its tokens lie; give token indices")

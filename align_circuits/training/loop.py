@@ -252,6 +252,7 @@ def train(
 
             has_row = step % config.log_every == 0 or step == config.steps
             if has_row:
+                # Counted from the step: a run that goes on has the sum, and needs no counter beside it.
                 since_row = (step - 1) % config.log_every + 1
                 row = {"loss": loss_sum / since_row, "lr": learning_rate(config, step), "grad_norm": grad_norm}
                 if metrics is not None:

@@ -73,6 +73,7 @@ def modules_of(*roots: Any) -> Iterator[nn.Module]:
         module = waiting.pop()
         if id(module) not in seen:
             seen.add(id(module))
+            # Not by attribute, which modules of a bridge pass on to what they wrap.
             waiting += [child for child in vars(module)["_modules"].values() if child is not None]
             yield module
 

@@ -66,6 +66,7 @@ class _Fused:
         numbers: list[Tensor] = []
         for weight in (getattr(self.linear, "weight", None), getattr(self.linear, "bias", None)):
             if weight is not None and not weight.is_meta and weight.ndim <= 2:
+                # Tensors made in inference mode have no count, and raise when asked.
                 counts.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version))
                 steps = torch.arange(max(weight.shape), device=weight.device)
                 diagonal = tuple(steps % size for size in weight.shape)  # which begins again where the matrix ends
