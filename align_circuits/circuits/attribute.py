@@ -38,7 +38,7 @@ from align_circuits.run.forward_pass import capture, choose_engine, forward
 from align_circuits.run.memory import check_memory, of_edges, of_gradients
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import CachedPair, Pair
-from align_circuits.run.target_metrics import repeat
+from align_circuits.run.target_metrics import STEPS, repeat
 from align_circuits.tables.tables import Table, with_level
 
 HeadMethod = Literal["atp", "atp_star", "ig_inputs"]
@@ -272,8 +272,8 @@ def _checked(
     """The pair, with all that its metric needs; `bytes_of` estimates the memory of a batch."""
     if steps < 1:
         raise ValueError(f"steps={steps}: integrated gradients take at least 1")
-    if pair.metric == "accuracy":
-        raise ValueError("metric='accuracy' has no gradient: choose 'log_prob', 'logit', 'prob' or 'logit_diff'")
+    if pair.metric in STEPS:
+        raise ValueError(f"metric={pair.metric!r} has no gradient: choose 'log_prob', 'logit', 'prob' or 'logit_diff'")
     check_fits(model, pair.clean)
     whole = pair.base.mask.shape[1]
 

@@ -10,6 +10,7 @@ from align_circuits.heads.candidates import hopeless_notes
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.permutation_tests import smallest_p_values
 from align_circuits.heads.thresholds import Thresholds
+from align_circuits.prompts.prompts import Prompts
 from align_circuits.report.localize_report import baselines_in_words, headline_of, save_localization
 from align_circuits.tasks.own_prompts import as_task, first_half
 
@@ -29,20 +30,25 @@ class Localize(SweepVerb):
     redundant: bool = False
     """Whether redundant heads are looked for, which single ablations miss; this takes up to three times as long."""
 
+    def notes(self, clean: Prompts, corrupted: Prompts | None) -> list[str]:
+        """Returns for which roles no head can be named: said before the run, which takes minutes."""
+        return hopeless_notes(*self._smallest_p_values(clean, corrupted), Thresholds().fdr)
+
+    def _smallest_p_values(self, prompts: Prompts, corrupted: Prompts | None) -> tuple[Prompts, dict[str, float]]:
+        """The prompts that test, and the smallest p-values that they allow, by role."""
+        tested = prompts[first_half(prompts) :]
+        task = as_task(prompts, corrupted) if self.prompts is not None else self.source
+        return tested, smallest_p_values(tested, [role for role in task.roles if len(tested.relations.get(role, ()))])
+
     def measure(self, results: Results) -> None:
         """Measures and writes."""
         model, prompts, corrupted = self.prepare()
-        tested = prompts[first_half(prompts) :]
-        task = as_task(prompts, corrupted) if self.prompts is not None else self.source
-        limits = smallest_p_values(tested, [role for role in task.roles if len(tested.relations.get(role, ()))])
+        _, limits = self._smallest_p_values(prompts, corrupted)
         print(f"{self.model}: {len(prompts)} prompts, half to choose candidates, half to test them")
         print(
             "smallest p-values that these allow: " + ", ".join(f"{role} {p:.2g}" for role, p in limits.items()),
             flush=True,
         )
-        fdr = Thresholds().fdr
-        for note in hopeless_notes(tested, {role: p for role, p in limits.items() if p > fdr}, fdr):
-            print(note, flush=True)  # before the run, which takes minutes
         asked: dict[str, Any] = {
             "n_controls": self.n_controls,
             "minimal_sets": self.minimal_sets,

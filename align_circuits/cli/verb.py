@@ -232,26 +232,29 @@ class PromptVerb(Verb):
         small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
         if threads := self.threads or int(small):  # threads that wait for each other lose most of the time
             torch.set_num_threads(threads)
-        print(_how_loaded(self.model, model), flush=True)
+        loaded = _how_loaded(self.model, model)
         if model.tokenizer is None:
             raise ValueError(
                 f"{self.model!r} has no tokenizer, but prompts are written in the tokens of one: give --tokenizer, a "
                 "folder that has it"
             )
         if self.prompts is None:
-            clean = sampled(source, self.count, model.tokenizer, self.seed)
-            self._check_wrong(clean, lines)
-            return model, clean, None
-        clean, corrupted = Prompts.from_jsonl(self.prompts, model.tokenizer)
-        if self.n is not None and not 1 <= self.n <= len(clean):
-            raise ValueError(f"--n {self.n}: {str(self.prompts)!r} has {len(clean)} prompts; give 1 to {len(clean)}")
-        chosen = [half if half is None else half[: self.n] for half in (clean, corrupted)]
-        if self.targets == "first":
-            chosen = [half if half is None else half.select_targets(_is_first) for half in chosen]
-        clean, corrupted = chosen
-        assert clean is not None
+            clean, corrupted = sampled(source, self.count, model.tokenizer, self.seed), None
+        else:
+            clean, corrupted = Prompts.from_jsonl(self.prompts, model.tokenizer)
+            if self.n is not None and not 1 <= self.n <= (count := len(clean)):
+                raise ValueError(f"--n {self.n}: {str(self.prompts)!r} has {count} prompts; give 1 to {count}")
+            clean, corrupted = clean[: self.n], None if corrupted is None else corrupted[: self.n]
+            if self.targets == "first":
+                clean = clean.select_targets(_is_first)
+                corrupted = None if corrupted is None else corrupted.select_targets(_is_first)
         self._check_wrong(clean, lines)
+        print(*self.notes(clean, corrupted), loaded, sep="\n", flush=True)
         return model, clean, corrupted
+
+    def notes(self, clean: Prompts, corrupted: Prompts | None) -> list[str]:  # noqa: ARG002 - for subclasses
+        """Returns what the prompts do not allow, which is printed before anything else."""
+        return []
 
     def _check_wrong(self, prompts: Prompts, lines: Sequence[int]) -> None:
         """Refuses the metric logit_diff for prompts without wrong answers, which stand in these lines of a file."""

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place, smallest_p_values
+from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place
 from align_circuits.heads.renamed_tokens import redraws_tokens
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import Head
@@ -19,6 +19,9 @@ from align_circuits.tasks.task import Task
 
 UNNAMEABLE = "No head can be named"
 """How a note begins that says that the prompts allow no name."""
+
+NAMELESS = f"{UNNAMEABLE} for any role"
+"""How it begins where that is so for all roles."""
 
 ALIGNERS = ("align_query", "align_key")
 """The roles that follow an alignment."""
@@ -114,34 +117,32 @@ def confounded_roles(prompts: Prompts, roles: Sequence[str]) -> list[str]:
     return [role for role in roles if role in ALIGNERS and fixed_offset(prompts.relations[role]) > 0.5]
 
 
-def out_of_reach(prompts: Prompts, roles: Sequence[str], fdr: float) -> dict[str, float]:
-    """Returns the roles that no head can be named for, with the smallest p-value that the prompts allow."""
-    return {role: p for role, p in smallest_p_values(prompts, roles).items() if p > fdr}
-
-
-def hopeless_notes(prompts: Prompts, hopeless: Mapping[str, float], fdr: float) -> list[str]:
+def hopeless_notes(prompts: Prompts, smallest: Mapping[str, float], fdr: float) -> list[str]:
     """Returns for which roles the prompts allow no name, whatever a head does, and what to do; nothing without such.
 
     Args:
         prompts: Those that test.
-        hopeless: The smallest p-value that they allow, of roles where that is above `fdr`.
+        smallest: The smallest p-value that they allow, by role (`smallest_p_values`).
         fdr: The largest share of false names.
     """
+    hopeless = {role: p for role, p in smallest.items() if p > fdr}
     if not hopeless:
         return []
-    allowed = " and ".join(f"{role} ({p:.2g})" for role, p in hopeless.items())
+    told = NAMELESS if hopeless == smallest else f"{UNNAMEABLE} for {' and '.join(hopeless)}"
+    allowed = " and ".join(f"{p:.2g} ({role})" for role, p in hopeless.items())
     relations = {role: prompts.relations[role] for role in hopeless}
     in_order = [role for role, relation in relations.items() if relation.exchangeable and fixed_rank(relation)]
     remedies = [f"Vary the order of the candidates of {' and '.join(in_order)}."] * bool(in_order)
     remedies += ["Take more prompts or candidates."] * (len(in_order) < len(hopeless))
+    remedies += ["Scores and effects of heads are measured all the same."] * (hopeless == smallest)
     return [
-        f"{UNNAMEABLE} for {allowed}: in brackets the smallest p-value that these prompts allow, which is above "
-        f"{fdr:g}. {' '.join(remedies)}"
+        f"{told}: the smallest p-value that these prompts allow is {allowed}, and a name needs {fdr:g}. "
+        f"{' '.join(remedies)}"
     ]
 
 
 def limits(
-    task: Task, prompts: Prompts, roles: Sequence[str], hopeless: Mapping[str, float], fdr: float
+    task: Task, prompts: Prompts, roles: Sequence[str], smallest: Mapping[str, float], fdr: float
 ) -> tuple[str, ...]:
     """Returns what cannot be established for these roles on the prompts that test, in sentences."""
     notes = [
@@ -149,7 +150,7 @@ def limits(
         for role in task.roles
         if role not in prompts.relations
     ]
-    notes += hopeless_notes(prompts, hopeless, fdr)
+    notes += hopeless_notes(prompts, smallest, fdr)
     not_tested = [role for role in roles if role not in (*ALIGNERS, "previous")]
     by_position = [role for role in not_tested if not redraws_tokens(prompts, role)]
     if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:
@@ -157,7 +158,7 @@ def limits(
             f"The keys of {' and '.join(fixed)} are at the same positions in every prompt, so a head named for one of "
             "these roles may follow positions rather than tokens: score it on prompts of other lengths to find out."
         )
-    ranked = [role for role in not_tested if prompts.relations[role].exchangeable]
+    ranked = [role for role in not_tested if prompts.relations[role].exchangeable and smallest[role] <= fdr]
     if same := [role for role in ranked if fixed_rank(prompts.relations[role])]:
         notes.append(
             f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no "

@@ -16,7 +16,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.baselines import baselines_of, other_run
 from align_circuits.run.first_order import first_order_effects
 from align_circuits.run.options import RunOptions
-from align_circuits.run.target_metrics import TargetMetrics, means_by_prompt
+from align_circuits.run.target_metrics import STEPS, TargetMetrics, means_by_prompt
 from align_circuits.tables.intervals import weighted_mean
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import SHARES, Table, with_level
@@ -140,7 +140,7 @@ def _screened(
     each group of positions on its own, rounded up.
     """
     # At its minimum a divergence is flat.
-    sloped = [metric for metric in targets.metrics if metric != "accuracy" and not (metric == "kl" and intact)]
+    sloped = [metric for metric in targets.metrics if metric not in STEPS and not (metric == "kl" and intact)]
     if not sloped:
         raise ValueError(
             f"screen={share} ranks heads by the gradient of a metric, and {' and '.join(map(repr, targets.names))} "

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Float
 from numpy import ndarray
 
@@ -20,10 +21,10 @@ from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.parameters import provenance_of
-from align_circuits.prompts.prompts import Prompts
+from align_circuits.prompts.prompts import WRONG, Prompts
 from align_circuits.run.batching import CPU_TOKENS
 from align_circuits.run.options import RunOptions
-from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
+from align_circuits.run.target_metrics import CHOICE_ACCURACY, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
 
@@ -37,11 +38,12 @@ class Evidence:
     ablation_effects: Table
     """The effect of ablating each candidate: `ablate_heads`."""
     set_ablations: Table
-    """Accuracy by `kind` of target with sets of heads ablated to their means. `ablated` is `"nothing"`, a role, a role
-    with its redundant heads (`"lookup, redundant"`), `"named"` (all named heads), `"random"` (as many others of the
-    same layers, one `draw` each), `"matched"` (as many others of similar scores), `"rest"` (all heads but those named),
-    or all heads but the random ones (`"rest of random"`) or the matched ones (`"rest of matched"`). Control sets are
-    measured on as many prompts as show whether they do as well as the named heads: `n` counts the targets."""
+    """Accuracy by `kind` of target with sets of heads ablated to their means: `metric` is `"accuracy"`, or
+    `CHOICE_ACCURACY` where each target that decides has a wrong answer (`judged`). `ablated` is `"nothing"`, a role, a
+    role with its redundant heads (`"lookup, redundant"`), `"named"` (all named heads), `"random"` (as many others of
+    the same layers, one `draw` each), `"matched"` (as many others of similar scores), `"rest"` (all heads but those
+    named), or all heads but the random ones (`"rest of random"`) or the matched ones (`"rest of matched"`). Control
+    sets are measured on as many prompts as show whether they do as well as the named heads: `n` counts the targets."""
     interchanges: Table | None = None
     """Where both prompts of the pairs have answers that are known and differ: `interchange_accuracy` of each
     candidate, of the heads of each role, of all named heads, and of as many random ones (`"random 0"`, ...). Else
@@ -89,6 +91,23 @@ def evidence_table(
     return Table(pd.concat([frame.loc[:, columns] for frame in frames], ignore_index=True), provenance)
 
 
+def judged(prompts: Prompts) -> tuple[Prompts, str]:
+    """Returns the prompts with the targets that verdicts are about, and the metric of these.
+
+    Where each target that decides, the first of its phrase if there are such, has a wrong answer, the question is which
+    of the two the model prefers: these targets and `CHOICE_ACCURACY`. Else all targets and `"accuracy"`.
+    """
+    decides = by_kind(prompts)[_deciding_kind(prompts)]
+    if WRONG not in prompts.targets or prompts.targets[WRONG][decides].isna().any():
+        return prompts, "accuracy"
+    return prompts.select_targets(torch.from_numpy(decides)), CHOICE_ACCURACY
+
+
+def _deciding_kind(prompts: Prompts) -> str:
+    """The targets that verdicts are about: the first token of a phrase shows best what alignment and lookup do."""
+    return "first" if "first" in by_kind(prompts) else "all"
+
+
 @dataclass(eq=False)
 class HeadSets:
     """Sets of heads of one model, ablated to their means on the prompts that test, beside control sets."""
@@ -100,12 +119,12 @@ class HeadSets:
     draws: int
     seed: int
     options: RunOptions
+    metric: str = "accuracy"
+    """What `judged` returned with the prompts."""
 
     def __post_init__(self):
-        self.heads, kinds = heads_of(self.model.cfg), by_kind(self.prompts)
-        # The first token of a phrase shows best what alignment and lookup do.
-        self.kind = "first" if "first" in kinds else "all"
-        self._decides = kinds[self.kind]
+        self.heads, self.kind = heads_of(self.model.cfg), _deciding_kind(self.prompts)
+        self._decides = by_kind(self.prompts)[self.kind]
         self._right: dict[tuple[Head, ...], Float[ndarray, " target"]] = {}  # sets measured on all prompts
         self._provenance: Provenance | None = None
 
@@ -210,7 +229,7 @@ class HeadSets:
         return [self._right[tuple(heads)] for heads in sets]
 
     def _accuracies(self, sets: Sequence[Sequence[Head]], rows: slice = slice(None)) -> Float[ndarray, "set target"]:
-        right, engine = right_ablated(self.model, self.prompts, sets, rows, options=self.options)
+        right, engine = right_ablated(self.model, self.prompts, sets, rows, metric=self.metric, options=self.options)
         self._provenance = self._provenance or provenance_of("localize", self.model, self.prompts, engine)
         return right
 
@@ -219,14 +238,20 @@ class HeadSets:
         kinds, targets = by_kind(self.prompts), self.prompts.column("prompt").numpy()
         means, weights = means_by_prompt(self.prompts, targets, right, list(kinds.values()))
         weights[np.isnan(means)] = 0  # prompts on which a control set was not measured
-        measured = pd.DataFrame({"kind": list(kinds), "metric": "accuracy"})
+        measured = pd.DataFrame({"kind": list(kinds), "metric": self.metric})
         keys = pd.DataFrame(rows, columns=["ablated", "draw"]).astype({"draw": "Int64"}).merge(measured, how="cross")
         assert self._provenance is not None
         return Table.from_prompts(keys, means, weights, self._provenance, group=self.prompts.group)
 
 
 def smallest_sets(
-    model: HookedModel, discovery: Prompts, named: Sequence[Head], kind: str, needed: Thresholds, options: RunOptions
+    model: HookedModel,
+    discovery: Prompts,
+    named: Sequence[Head],
+    kind: str,
+    needed: Thresholds,
+    options: RunOptions,
+    metric: str = "accuracy",
 ) -> dict[Claim, list[Head]]:
     """Returns the smallest sets found on the prompts that do not test, each a beginning of one order of the heads.
 
@@ -240,7 +265,7 @@ def smallest_sets(
     order = sorted(heads, key=lambda head: (head not in named, loss[head]))
 
     def accuracies(*sets: Sequence[Head]) -> list[float]:
-        right, _ = right_ablated(model, discovery, sets, options=options)
+        right, _ = right_ablated(model, discovery, sets, metric=metric, options=options)
         return right[:, decides].mean(1).tolist()
 
     intact, all_named = accuracies((), named)
@@ -259,14 +284,18 @@ def right_ablated(
     sets: Sequence[Sequence[Head]],
     measured: slice = slice(None),
     *,
+    metric: str,
     options: RunOptions,
 ) -> tuple[Float[ndarray, "set target"], str]:
-    """Returns whether each target of the measured prompts is right with each set ablated, and the engine that ran."""
+    """Returns whether each target of the measured prompts is right with each set ablated, by a metric of `judged`.
+
+    Beside it the engine that ran.
+    """
     # Means of the intact model for all sets, also where earlier heads are ablated: a set then differs from another
     # by its heads alone. They are those of all prompts, also where some are measured.
     baseline = ablation_baseline(model, prompts, "mean", options=options)
     edit_sets = [[Ablate(heads, how="mean", baseline=baseline)] if heads else [] for heads in sets]
-    targets = TargetMetrics.of(prompts, ("accuracy",))
+    targets = TargetMetrics.of(prompts, (metric,))
     targets = targets if measured == slice(None) else targets.select(measured)
     values, engine = targets.measure_edited(model, edit_sets, options=options)
     return values[0], engine

@@ -9,7 +9,7 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
-from align_circuits.heads.candidates import ALIGNERS, UNNAMEABLE
+from align_circuits.heads.candidates import ALIGNERS, NAMELESS, UNNAMEABLE
 from align_circuits.heads.evidence import Evidence
 from align_circuits.heads.heads_without_role import UnnamedHead
 from align_circuits.heads.interchange_interventions import interchange_verdicts
@@ -20,6 +20,8 @@ from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import rendered
+from align_circuits.run.target_metrics import CHOICE_ACCURACY
+from align_circuits.tables.baselines import CHANCE, warnings_of
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import Task
 
@@ -40,6 +42,8 @@ class TaskFacts:
     """What the first target of a phrase is called, as in `Task`."""
     notes: tuple[str, ...] = ()
     """What cannot be established on this task."""
+    smallest_p: Mapping[str, float] = field(default_factory=dict)
+    """The smallest p-value of attention that the prompts allow, by role."""
     control: str = Task.control_lesson
     """The end of a sentence on heads that fail the control, as in `Task`."""
 
@@ -142,6 +146,8 @@ class Localization:
     @property
     def answer(self) -> str:
         """The named heads, or why there are none, and how often the model is right."""
+        if self.nameless:
+            return f"{self.nameless} {self.accuracy}"
         nearest = []
         for role in self.heads_by_role:
             of_role = [unnamed for unnamed in self.unnamed if unnamed.role == role]
@@ -151,19 +157,49 @@ class Localization:
         return f"{self._named or no_head}. {self.accuracy}"
 
     @property
+    def nameless(self) -> str:
+        """The note that the prompts allow no name for any role; empty where they allow one."""
+        return next((note for note in self.task.notes if note.startswith(NAMELESS)), "")
+
+    @property
     def accuracy(self) -> str:
-        """How often the intact model is right, in a sentence."""
-        ablations = self.evidence.set_ablations
-        kind = "first" if "first" in set(ablations.frame["kind"]) else "all"
-        intact = ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
-        accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
+        """How often the intact model is right, in a sentence: by what verdicts go by."""
+        accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**self.intact)
+        if self.chooses:
+            return (
+                f"The right answer is more likely than the wrong one in {accuracy} of cases (a guess: 0.50); accuracy "
+                "means this share."
+            )
         return f"{self.task.target_name} is correct in {accuracy} of cases."
 
     @property
+    def chooses(self) -> bool:
+        """Whether accuracy is that between the right and the wrong answer of each prompt (`CHOICE_ACCURACY`)."""
+        return CHOICE_ACCURACY in set(self.evidence.set_ablations.frame["metric"])
+
+    @property
+    def intact(self) -> Mapping[str, Any]:
+        """The row of `Evidence.set_ablations` without ablated heads, of the targets that verdicts are about."""
+        ablations = self.evidence.set_ablations
+        kind = "first" if "first" in set(ablations.frame["kind"]) else "all"
+        return ablations.where(kind=kind, ablated="nothing").frame.iloc[0].to_dict()
+
+    @property
     def warnings(self) -> list[str]:
-        """What leaves the effects of heads without a meaning: `Table.warnings`."""
-        effects = self.evidence.patching_effects
-        return effects.where(kind="all").warnings if "kind" in effects.keys else []
+        """What leaves the effects of heads without a meaning: of the log-probability, else of the accuracy.
+
+        A model that is no better than a guess, and clean and corrupted prompts that do not differ (`Table.warnings`).
+        """
+        baselines = self.evidence.patching_effects.baselines
+        if baselines is None:
+            return []
+        told = {metric: baselines.where(kind="all", metric=metric).frame for metric in ("log_prob", "accuracy")}
+        if not self.chooses:
+            return next(filter(None, ([*warnings_of(rows)] for rows in told.values())), [])
+        # Between two answers it does not matter what all tokens get.
+        rows = told["log_prob"]
+        guesses = "between the two answers the model is no better than a guess: it does not solve these prompts"
+        return [*[guesses] * bool(self.intact["low"] <= 0.5), *warnings_of(rows[rows["run"] != CHANCE])]
 
     @property
     def interchange_verdicts(self) -> pd.DataFrame | None:
@@ -191,7 +227,7 @@ class Localization:
         ]
         unnameable = [note for note in self.task.notes if note.startswith(UNNAMEABLE)]
         return [
-            *unnameable,
+            *(note for note in unnameable if note != self.nameless),  # which the answer says
             *(f"{warning[0].upper()}{warning[1:]}." for warning in self.warnings),
             *control_sentences(self),
             *share_sentences(self.verdicts),

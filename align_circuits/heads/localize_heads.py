@@ -17,15 +17,15 @@ from align_circuits.heads.candidates import (
     confounded_roles,
     limits,
     mattering,
-    out_of_reach,
 )
-from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, smallest_sets
+from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, judged, smallest_sets
 from align_circuits.heads.heads_without_role import effects_of_others, unnamed_heads
 from align_circuits.heads.interchange_interventions import answers_differ, interchange_accuracy
 from align_circuits.heads.localization import Example, Localization, TaskFacts
 from align_circuits.heads.naming import NamingTests, diffuse_aligners, named_heads
 from align_circuits.heads.one_pass import score_and_test
 from align_circuits.heads.patch import patch_heads
+from align_circuits.heads.permutation_tests import smallest_p_values
 from align_circuits.heads.redundant_heads import RedundantHeadSearch
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
@@ -180,20 +180,23 @@ def localize(
         of_roles = {
             role: (*of_role, *(m.head for m in members.get(role, ()))) for role, of_role in heads_by_role.items()
         }
-        hopeless = out_of_reach(tested, roles, thresholds.fdr)
+        smallest = smallest_p_values(tested, roles)
+        hopeless = [role for role, p in smallest.items() if p > thresholds.fdr]
         unnamed = unnamed_heads(tests, of_roles, patching_effects, hopeless)
         of_redundant = {f"{role}, redundant": [member.head for member in heads] for role, heads in members.items()}
 
         # Evidence for sets of heads, and the verdicts.
         grids = {role: scores.to_array(role) for role in roles}
-        sets = HeadSets(model, tested, grids, thresholds, n_controls, seed, options)
+        deciding, metric = judged(prompts)
+        sets = HeadSets(model, deciding[half:], grids, thresholds, n_controls, seed, options, metric)
         controls = sets.controls(named)
         set_ablations, verdicts = sets.test(
             named, ("necessary", "sufficient") if named else (), controls, {**heads_by_role, **of_redundant}
         )
         verdicts += sets.test_roles(heads_by_role)
         if minimal_sets and named:
-            for claim, smallest in smallest_sets(model, discovery, named, sets.kind, thresholds, options).items():
+            found = smallest_sets(model, deciding[:half], named, sets.kind, thresholds, options, metric)
+            for claim, smallest in found.items():
                 verdicts += sets.test(smallest, (claim,), sets.controls(smallest), smallest=True)[1]
         interchanges = None
         if answers_differ(pair).any():
@@ -213,7 +216,8 @@ def localize(
             TaskFacts(
                 {role: task.roles[role] for role in roles},
                 task.target_name,
-                limits(task, tested, roles, hopeless, thresholds.fdr),
+                limits(task, tested, roles, smallest, thresholds.fdr),
+                smallest,
                 task.control_lesson,
             ),
             Example(attention_from(model, first, named, positions, options), positions.tolist()),

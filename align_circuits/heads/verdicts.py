@@ -78,6 +78,12 @@ class Verdict:
         return self.large and bool(self.controls) and max(self.p.values()) <= self.alpha
 
     @property
+    def too_few(self) -> bool:
+        """Whether no control set does as well, but there are too few for the p-value to reach `alpha`."""
+        best = {name: 1 / (1 + len(draws)) for name, draws in self.controls.items()}
+        return self.large and bool(self.controls) and self.p == best and not self.holds
+
+    @property
     def large(self) -> bool:
         """Whether the set itself costs or keeps enough accuracy, whatever other sets do."""
         return is_large(self.claim, self.intact, self.value, self.least)
@@ -114,8 +120,7 @@ class Verdict:
         subject = f"the smallest set found, {describe(self.heads)} ({count})" if self.smallest else subject
         ablated = f"{subject} ablated" if self.claim == "necessary" else f"all but {subject} ablated"
         controls = f", beside {' and '.join(self.beside)}" if self.controls else f" ({self.why_no_controls})"
-        best = {name: 1 / (1 + len(draws)) for name, draws in self.controls.items()}
-        if self.controls and self.large and self.p == best and not self.holds:
+        if self.too_few:
             controls += f" (these are too few for p to reach {self.alpha:g})"
         outcome = self.claim if self.holds else f"not shown to be {self.claim}"
         return (

@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from markupsafe import Markup
 from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.heads.heads_without_role import LARGE_EFFECT
 from align_circuits.heads.interchange_interventions import HEAD
-from align_circuits.heads.localization import Localization
+from align_circuits.heads.localization import Localization, unnamed_sentences
 from align_circuits.heads.localization_rows import formatted, named_head_rows, verdict_rows, with_values
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.heads import describe
@@ -62,7 +63,7 @@ def save_localization(
         ValueError: The folder cannot be written, or holds other folders where the tables go.
     """
     tables = ("patching_effects", "ablation_effects", "set_ablations", "interchanges")
-    summary = "\n\n".join([headline_of(localization), " ".join(localization.caveat_sentences[1:])])
+    summary = "\n\n".join([headline_of(localization), *_caveats(localization)[1:]])
     with replacing_in(
         folder, going=(*FILES, PER_PROMPT, *tables, "group_ablations")
     ) as new:  # the last of an earlier version
@@ -94,8 +95,12 @@ def baselines_in_words(localization: Localization) -> dict[str, str]:
     baselines = localization.evidence.patching_effects.baselines
     if baselines is None:
         return {}
-    names = {"accuracy": "accuracy", "log_prob": "log-probability (nats)"}
+    among = " among all tokens" if localization.chooses else ""
+    names = {"accuracy": f"accuracy{among}", "log_prob": "log-probability (nats)"}
     lines = {}
+    if localization.chooses:
+        intact = formatted([localization.intact[number] for number in ("value", "low", "high")], "accuracy")
+        lines["accuracy between the two answers"] = f"{CLEAN} {intact}, a guess 0.50"
     for metric, name in names.items():
         rows = baselines.where(kind="all", metric=metric).frame.set_index("run")
         runs = [run for run in (CLEAN, CORRUPTED) if run in rows.index]
@@ -109,11 +114,10 @@ def _sections(localization: Localization) -> Iterator[Section]:
     rows, heads = sum(map(len, localization.heads_by_role.values())), len(localization.named_heads)
     count = f"{heads} heads{', some of them for several roles' * (rows > heads)}" if heads else "No head is named"
     table = re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
-    whole = Markup("<details><summary>The whole result in words</summary><p>{}</p></details>")
-    content = f"{table}{whole.format(localization.summary)}"
     controlled = "control" in set(localization.table.frame["metric"])
     control = _TEXTS["parts"]["control"] if controlled else ""
-    yield _section("The heads", content, found=count, limits=localization.thresholds, control=control)
+    limit = _smallest_p(localization)
+    yield _section("The heads", table, found=count, limits=localization.thresholds, control=control, smallest_p=limit)
     if localization.unnamed:
         yield _section("Heads that were not named", unnamed_table(localization), share=LARGE_EFFECT)
     if localization.redundant:
@@ -123,10 +127,13 @@ def _sections(localization: Localization) -> Iterator[Section]:
     if localization.verdicts:
         verdicts = _table(verdict_rows(localization.verdicts), "wrapped")
         asked = any(verdict.smallest for verdict in localization.verdicts)
-        smallest = _TEXTS["parts"]["smallest"] if asked else ""
-        yield _section(
-            "Are they necessary, and do they suffice?", verdicts, limits=localization.thresholds, smallest=smallest
-        )
+        parts = {
+            "choice": _TEXTS["parts"]["choice"] if localization.chooses else "",
+            "smallest": _TEXTS["parts"]["smallest"] if asked else "",
+            "few": _few_controls(localization.verdicts),
+        }
+        heading = "Are they necessary, and do they suffice?"
+        yield _section(heading, verdicts, limits=localization.thresholds, **parts)
     yield _section("Scores of all heads", drawn["scores"])
     effects = [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
     yield _section("Effects of single heads", effects, estimates=_estimates(localization))
@@ -149,19 +156,68 @@ def _section(heading: str, content: Content | Sequence[Content], **values: Any) 
 
 
 def headline_of(localization: Localization) -> str:
-    """Returns what was found, whether the model needs it, how sure that is, and the gravest caveat, in sentences."""
-    caveats = localization.caveat_sentences
-    first = localization.warnings or not localization.named_heads  # what explains that, or makes all else mean little
-    grave, others = (caveats[:1], []) if first else ([], caveats[:1])
-    return " ".join([*grave, _found(localization) or localization.answer, *others])
+    """Returns what was found, whether the model needs it, the largest effect, and the gravest caveat, in sentences."""
+    return " ".join([_found(localization), _largest_effect(localization), *_caveats(localization)[:1]])
+
+
+def _caveats(localization: Localization) -> list[str]:
+    """What to bear in mind, but for the heads that were not named, which have a table."""
+    told = [*unnamed_sentences(localization.unnamed, localization.named_heads)]
+    return [sentence for sentence in localization.caveat_sentences if sentence not in told]
+
+
+def _largest_effect(localization: Localization) -> str:
+    """The head whose patch alone brings back or takes away most, and how many without a role have a large effect."""
+    effects = localization.evidence.patching_effects.where(kind="all", metric="log_prob")
+    frame = effects.frame.assign(share=effects.normalized().frame["value"].to_numpy())
+    frame = frame[(frame["low"] > 0) | (frame["high"] < 0)]
+    frame = frame if "estimated" not in frame else frame[~frame["estimated"].astype(bool)]
+    if not len(frame):
+        return "No single head is shown to bring any of the clean prompts' answer back when it is patched."
+    row = frame.loc[frame["value"].abs().idxmax()]
+    head = (int(row["layer"]), int(row["head"]))
+    roles = [role for role, heads in localization.heads_by_role.items() if head in heads]
+    does = "brings back" if row["value"] > 0 else "takes away"
+    low, high = sorted(abs(row[end]) for end in ("low", "high"))
+    of_all = "" if np.isnan(row["share"]) else f", {abs(row['share']):.0%} of the difference to the corrupted prompts"
+    large = sum(unnamed.large for unnamed in localization.unnamed)
+    others = f" {large} heads have a large effect and no role." if large > 1 else ""
+    return (
+        f"The largest effect of a single head is that of {describe([head])} "
+        f"({'named for ' + ' and '.join(roles) if roles else 'not named'}), which {does} {abs(row['value']):.2f} "
+        f"[{low:.2f}, {high:.2f}] nats of the log-probability on clean prompts{of_all}.{others}"
+    )
+
+
+def _smallest_p(localization: Localization) -> str:
+    """For which roles without a head a single one could hardly be named, since no p-value can be small enough."""
+    fdr, table = localization.thresholds.fdr, localization.table.frame
+    tested = int((table["metric"] == "q").sum())
+    out_of_reach = [
+        f"{p:.2g} for {role}"
+        for role, p in localization.task.smallest_p.items()
+        if not localization.heads_by_role[role] and p <= fdr < p * tested
+    ]
+    part = _TEXTS["parts"]["smallest_p"].format(p=" and ".join(out_of_reach), tested=tested, fdr=fdr)
+    return part if out_of_reach else ""
+
+
+def _few_controls(verdicts: Sequence[Verdict]) -> str:
+    """That too few control sets were drawn for p-values to be small enough, if only that keeps a claim from holding."""
+    few = [verdict for verdict in verdicts if verdict.too_few]
+    if not few:
+        return ""
+    count, alpha = min(len(draws) for verdict in few for draws in verdict.controls.values()), few[0].alpha
+    needed = ceil(1 / alpha - 1e-9) - 1
+    return _TEXTS["parts"]["few"].format(count=count, p=1 / (1 + count), alpha=alpha, needed=needed)
 
 
 def _found(localization: Localization) -> str:
-    """The heads of each role in the words of the task, and the verdicts on all of them; "" without names."""
+    """The heads of each role in the words of the task, and the verdicts on all of them, or that none is named."""
     roles = {role: heads for role, heads in localization.heads_by_role.items() if heads}
     together = {verdict.claim: verdict for verdict in localization.verdicts if not (verdict.role or verdict.smallest)}
     if not roles or {"necessary", "sufficient"} - together.keys():
-        return ""
+        return f"{localization.nameless or 'No head passes all tests of a role.'} {localization.accuracy}"
     needed, enough = together["necessary"], together["sufficient"]
     named = "; ".join(
         f"{describe(heads)} for {role} ({localization.task.roles[role]})" for role, heads in roles.items()
@@ -172,10 +228,14 @@ def _found(localization: Localization) -> str:
     return (
         f"{len(needed.heads)} of {needed.total} heads are named: {named}. Each passed its tests on prompts that had no "
         f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names should be false. "
-        f"With all heads the accuracy is {needed.intact:.2f}. Without the named ones it is {needed.value:.2f}"
-        f"{_because(needed, 'the model needs them')}.{single} With all other heads ablated it is {enough.value:.2f}"
+        f"{localization.accuracy} Without the named heads accuracy is {_number(needed)}"
+        f"{_because(needed, 'the model needs them')}.{single} With all other heads ablated it is {_number(enough)}"
         f"{_because(enough, 'the named ones suffice')}."
     )
+
+
+def _number(verdict: Verdict) -> str:
+    return f"{verdict.value:.2f} [{verdict.low:.2f}, {verdict.high:.2f}]"
 
 
 def _because(verdict: Verdict, claim: str) -> str:
@@ -187,6 +247,8 @@ def _because(verdict: Verdict, claim: str) -> str:
         little = "too small a loss" if verdict.claim == "necessary" else "too little"
         return f", {little} to show that {claim}"
     why = "other sets of as many heads may do the same" if verdict.controls else verdict.why_no_controls
+    if verdict.too_few:
+        why = f"so few other sets were ablated that p = {max(verdict.p.values()):.2g}"
     return f", but {why}: it is not shown that {claim}"
 
 

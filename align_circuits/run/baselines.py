@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.run.target_metrics import TargetMetrics, means_by_prompt
+from align_circuits.run.target_metrics import CHOICE_ACCURACY, TargetMetrics, means_by_prompt
 from align_circuits.tables.baselines import CHANCE, CLEAN, CORRUPTED, GAP
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import SHARES, Table
@@ -56,7 +56,8 @@ def chance(targets: TargetMetrics, d_vocab: int) -> Float[ndarray, "metric targe
     correct = np.ones(count) if targets.correct is None else targets.correct.sum(1).numpy()
     accuracy = targets.targets["chance"].to_numpy(dtype=float) if "chance" in targets.targets else correct / d_vocab
     # A guess has equal logits. `kl` is missing: what a guess gets depends on its reference.
-    by_name = {"accuracy": accuracy, "log_prob": -np.log(d_vocab), "prob": 1 / d_vocab, "logit": 0.0, "logit_diff": 0.0}
+    by_name = {"accuracy": accuracy, CHOICE_ACCURACY: 0.5, "logit": 0.0, "logit_diff": 0.0}
+    by_name |= {"log_prob": -np.log(d_vocab), "prob": 1 / d_vocab}
     return np.stack([np.broadcast_to(by_name.get(name, np.nan), count) for name in targets.names])
 
 

@@ -49,8 +49,9 @@ class Pair:
     metric: Metric | None = None
     """`"log_prob"` of the target's token in nats; its `"logit"` above the mean logit; its `"prob"`; `"logit_diff"`, its
     logit minus that of the wrong answer; `"kl"`, the divergence from the clean run's prediction in nats (its gradient
-    in the clean run is 0); `"accuracy"` (where no gradient is needed); or a function `(logits, targets) -> numbers`
-    (`run.target_metrics.OwnMetric`). None: the verb's own choice."""
+    in the clean run is 0); `"accuracy"`, and `"choice_accuracy"` between right and wrong answer (where no gradient is
+    needed); or a function `(logits, targets) -> numbers` (`run.target_metrics.OwnMetric`). None: the verb's own
+    choice."""
     kind: str | None = None
     """Which targets count: `"all"`, `"first"` or `"later"`. None: the verb's own choice."""
     direction: Direction = "denoise"

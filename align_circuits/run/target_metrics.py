@@ -26,7 +26,7 @@ from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import SHARES, Table
 
-MetricName = Literal["accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
+MetricName = Literal["accuracy", "choice_accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
 
 OwnMetric = Callable[[Float[Tensor, "target d_vocab"], pd.DataFrame], Float[Tensor, " target"]]
 """A metric of your own: takes the logits of some targets and their rows of `Prompts.targets`, with their index, and
@@ -123,7 +123,13 @@ LOGIT_METRICS: dict[str, Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " r
 }
 """The metrics of the logits and the target's token alone, by name."""
 
-_METRICS = ("accuracy", *LOGIT_METRICS, "logit_diff", "kl")
+CHOICE_ACCURACY = "choice_accuracy"
+"""Whether a right answer is more likely than the wrong one that the prompts give."""
+
+STEPS = ("accuracy", CHOICE_ACCURACY)
+"""The metrics that are 0 or 1, and have no gradient."""
+
+_METRICS = (*STEPS, *LOGIT_METRICS, "logit_diff", "kl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,9 +167,10 @@ class TargetMetrics:
                 known = ", ".join(map(repr, _METRICS))
                 raise ValueError(f"metric={metric!r}: choose one of {known}, or a function of logits and targets")
         checked_names(metrics)
-        if "logit_diff" in metrics and WRONG not in prompts.targets:
+        compared = [metric for metric in ("logit_diff", CHOICE_ACCURACY) if metric in metrics]
+        if compared and WRONG not in prompts.targets:
             raise ValueError(
-                "metric='logit_diff' compares with a wrong answer, and these prompts have none: make them with "
+                f"metric={compared[0]!r} compares with a wrong answer, and these prompts have none: make them with "
                 "Prompts.from_texts(..., answer=, wrong=), or give their targets a column 'wrong' of token ids"
             )
         kinds = by_kind(prompts)
@@ -233,6 +240,13 @@ class TargetMetrics:
             if self.reference is None:
                 raise ValueError("metric='kl' needs what it is measured from: call with_reference first")
             return kl(logits, self.reference[rows].to(logits))
+        if metric == CHOICE_ACCURACY:
+            right = logits.gather(1, token[:, None])
+            if self.correct is not None:
+                answers = logits[:, self.prompts.answer_tokens.to(logits.device)]
+                right = answers.where(self.correct[rows].to(logits.device), -torch.inf).amax(1, keepdim=True)
+            wrong = wrong_tokens(self.targets, logits.shape[1])[rows].to(logits.device)
+            return (right > logits.gather(1, wrong[:, None]))[:, 0].to(logits.dtype)
         if metric != "accuracy":
             return LOGIT_METRICS[metric](logits, token)
         predicted = logits.argmax(1)
@@ -406,7 +420,7 @@ class TargetMetrics:
 
 
 def wrong_tokens(targets: pd.DataFrame, d_vocab: int) -> Int[Tensor, " target"]:
-    """Returns the token that `"logit_diff"` compares each target with.
+    """Returns the token that `"logit_diff"` and `CHOICE_ACCURACY` compare each target with.
 
     Raises:
         ValueError: The column holds what is no token of the vocabulary, or nothing, for some target.

@@ -39,7 +39,7 @@ PER_PROMPT = "values.safetensors"
 BASELINES = "baselines"
 """The folder within that of a table that holds its baselines."""
 
-SHARES = ("accuracy", "prob", "interchange", "corrupted_correct")
+SHARES = ("accuracy", "choice_accuracy", "prob", "interchange", "corrupted_correct")
 """Metrics in [0, 1]."""
 
 _LEVELS = ("interchange_accuracy", "interchange")

@@ -23,7 +23,7 @@ def small() -> ac.Localization:
     """One head is named, with some evidence."""
     columns = ["kind", "ablated", "value", "low", "high", "n"]
     found = [("all", "nothing", 0.25, 0.2, 0.3, 4), ("first", "nothing", 0.75, 0.5, 0.875, 4)]
-    ablations = ac.Table(pd.DataFrame(found, columns=columns), Provenance("localize"))
+    ablations = ac.Table(pd.DataFrame(found, columns=columns).assign(metric="accuracy"), Provenance("localize"))
     rows = [(1, 2, "lookup", "score", 0.625), (1, 2, "lookup", "q", 0.03), (1, 2, "previous", "score", 0.125)]
     frame = pd.DataFrame(rows, columns=["layer", "head", "role", "metric", "value"]).assign(low=0.0, high=1.0, n=4)
     table = ac.Table(frame.assign(level="head"), Provenance("localize"))

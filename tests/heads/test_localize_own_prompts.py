@@ -10,6 +10,7 @@ from refusals import raised, refused
 from torch import Tensor
 
 import align_circuits as ac
+from align_circuits.heads.evidence import judged
 from align_circuits.heads.permutation_tests import fixed_rank, p_values
 from align_circuits.report import save_localization
 
@@ -33,6 +34,37 @@ def test_the_heads_of_a_circuit_are_named_from_its_prompts(char_tokenizer, tmp_p
     assert tested is not None and len(tested) == 12 and len(tested.unique()) == 6, "pairs stay together"
     by_name = ac.localize(model, prompts, n=16, roles={"lookup": "looks"}, n_controls=0)
     assert by_name.task.roles == {"lookup": "looks"} and by_name.heads("lookup")
+
+
+@pytest.mark.parametrize("wrong", ["impossible", "letter", "sometimes"])
+def test_verdicts_are_on_the_right_answer_above_the_wrong_one_where_each_prompt_has_one(char_tokenizer, wrong):
+    """A wrong answer that is never likely is beaten without the circuit too; names do not depend on it."""
+    model, prompts = ac.planted_circuit(TASK, seed=3), TASK.sample(24, char_tokenizer, seed=1)
+    first = (prompts.targets["kind"] == "first").to_numpy()
+    token = prompts.targets["token"]
+    column = {"impossible": token * 0 + char_tokenizer.bos_token_id, "letter": token.groupby(first).shift(-1)}
+    given = column.get(wrong, token).astype("Int64").where(first).fillna(int(token[first].iloc[0]))
+    given = given.where(first & ~((wrong == "sometimes") & (np.arange(len(given)) < 9)))
+    compared = replace(prompts, targets=prompts.targets.assign(wrong=given))
+    roles = ["align_query", "align_key", "lookup", "previous"]
+    plain, found = (ac.localize(model, each, roles=roles, n_controls=0) for each in (prompts, compared))
+    assert found.heads_by_role == plain.heads_by_role and found.named_heads
+    assert found.table.frame.equals(plain.table.frame)
+    necessary, before = (
+        next(each for each in result.verdicts if each.claim == "necessary" and not each.role)
+        for result in (found, plain)
+    )
+    assert before.large
+    if wrong == "sometimes":
+        assert not found.chooses and found.verdicts == plain.verdicts
+        return
+    assert found.chooses and set(found.evidence.set_ablations.frame["metric"]) == {"choice_accuracy"}
+    assert necessary.large == (wrong == "letter") and necessary.intact > 0.9
+    assert "The right answer is more likely than the wrong one in " in found.summary
+    deciding, _ = judged(found.prompts)
+    edit = ac.Ablate(found.named_heads, how="mean", baseline=ac.ablation_baseline(model, deciding))
+    expected = ac.evaluate(model, deciding, metrics=["choice_accuracy"], edits=[edit]).where(kind="first", offset=None)
+    assert necessary.value == pytest.approx(expected.frame["value"].item())
 
 
 def test_what_cannot_be_localized(random_hf_model, char_tokenizer):

@@ -179,4 +179,5 @@ def test_a_verdict_by_hand():
     assert not verdict("sufficient", 0.72, 0.1, 0.1, 0.72).holds
     few = verdict("necessary", 0.3, 0.6, 0.7)
     assert not few.holds and "(these are too few for p to reach 0.25)." in few.sentence
+    assert few.too_few and not verdict("necessary", 0.3, 0.6, 0.7, 0.8).too_few
     assert "too few" not in verdict("necessary", 0.3, 0.2, 0.7).sentence

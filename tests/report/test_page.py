@@ -21,7 +21,7 @@ from align_circuits.papers.claims import Check, checks_html
 from align_circuits.papers.statistics import Measured
 from align_circuits.report import page as report
 from align_circuits.report import save_localization
-from align_circuits.report.localize_report import attention_of, figures, headline_of, named_heads
+from align_circuits.report.localize_report import _sections, attention_of, figures, headline_of, named_heads
 from align_circuits.report.page import write_report
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
@@ -57,7 +57,8 @@ def test_the_headline_says_what_was_found_in_the_words_of_the_task_and_if_the_mo
     for verdicts, words in (
         (
             (better, enough),
-            "Without the named ones it is 0.00, lower than without as many others: the model needs them.",
+            f"of cases. Without the named heads accuracy is 0.00 [{needed.low:.2f}, {needed.high:.2f}], lower than "
+            "without as many others: the model needs them.",
         ),
         (
             (replace(better, controls={"layers": (0.0,) * 19}), enough),
@@ -66,10 +67,11 @@ def test_the_headline_says_what_was_found_in_the_words_of_the_task_and_if_the_mo
         ((replace(better, value=0.99, controls={}), enough), "too small a loss to show that the model needs them."),
         ((replace(better, controls={}), enough), "but no control sets were drawn: it is not shown that"),
         (
-            (needed, replace(enough, controls={"layers": (0.0,) * 19})),
-            "1.00, higher than with as many others: the named",
+            (replace(better, controls={"layers": (1.0,) * 18}), enough),
+            "but so few other sets were ablated that p = 0.053: it is not shown that the model",
         ),
-        ((needed, replace(enough, value=0.01, controls={})), "it is 0.01, too little to show that the named ones suff"),
+        ((needed, replace(enough, controls={"layers": (0.0,) * 19})), "], higher than with as many others: the named"),
+        ((needed, replace(enough, value=0.01, controls={})), "], too little to show that the named ones suffice"),
     ):
         assert words in headline_of(replace(localization, verdicts=verdicts))
     effects = localization.evidence.patching_effects
@@ -77,11 +79,65 @@ def test_the_headline_says_what_was_found_in_the_words_of_the_task_and_if_the_mo
     baselines: Any = effects.baselines.frame
     guess = replace(effects, baselines=replace(effects.baselines, frame=baselines.assign(value=0.0, low=0.0, high=1.0)))
     guessing = replace(localization, evidence=replace(localization.evidence, patching_effects=guess))
-    assert guessing.warnings and headline_of(guessing).startswith(guessing.caveat_sentences[0]), "else all means little"
+    assert guessing.warnings and headline_of(guessing).endswith(guessing.caveat_sentences[0]), "not of both metrics"
+    assert len(guessing.warnings) == 2 and all("log_prob" in warning for warning in guessing.warnings)
+
+
+def test_the_headline_goes_from_the_answer_to_the_largest_effect_to_one_caveat(localization):
     nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()))
-    assert "No head passes every test." in headline_of(nothing)
-    notes = ("Some note.", "No head can be named for lookup: the prompts have no relation of that name.")
-    assert headline_of(replace(nothing, task=replace(nothing.task, notes=notes))).startswith(notes[1])
+    answer = (
+        f"No head passes all tests of a role. {localization.accuracy} The largest effect of a single head is that of "
+    )
+    assert headline_of(nothing).startswith(answer)
+    effects = localization.evidence.patching_effects.where(kind="all", metric="log_prob")
+    row = effects.top("log_prob", 1, by="absolute").frame.iloc[0]
+    share = effects.normalized().where(layer=row["layer"], head=row["head"]).frame["value"].item()
+    said = (
+        f"{{}}), which brings back {row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}] nats of the log-"
+        f"probability on clean prompts, {share:.0%} of the difference to the corrupted prompts."
+    )
+    head = describe([(row["layer"], row["head"])])
+    (role,) = (role for role, heads in localization.heads_by_role.items() if (row["layer"], row["head"]) in heads)
+    assert f"{head} (not named{said}".format("") in headline_of(nothing)
+    assert f"{head} (named for {role}{said}".format("") in headline_of(localization)
+    note = "No head can be named for lookup: the prompts have no relation of that name."
+    partly = replace(nothing, task=replace(nothing.task, notes=("Some note.", note)))
+    assert headline_of(partly).startswith(answer) and headline_of(partly).endswith(note)
+    note = "No head can be named for any role: the smallest p-value that these prompts allow is 0.5 (lookup)."
+    never = headline_of(replace(nothing, task=replace(nothing.task, notes=("Some note.", note))))
+    assert never.startswith(f"{note} {localization.accuracy} The largest effect") and never.count(note) == 1
+    assert never.endswith("Some note.")
+    large = tuple(replace(each, large=True) for each in localization.unnamed)
+    assert f" {len(large)} heads have a large effect and no role." in headline_of(replace(nothing, unnamed=large))
+    patched: Any = effects.frame
+    none = replace(effects, frame=patched.assign(low=-1.0, high=1.0))
+    quiet = replace(nothing, evidence=replace(nothing.evidence, patching_effects=none))
+    assert "No single head is shown to bring" in headline_of(quiet)
+
+
+@pytest.mark.parametrize(("smallest", "tested", "said"), [(0.01, 8, True), (0.001, 8, False), (0.06, 8, False)])
+def test_a_role_whose_p_values_are_hardly_small_enough_is_named_if_it_has_no_head(localization, smallest, tested, said):
+    """Above the limit itself a note has said that no head can be named."""
+    frame = localization.table.frame
+    others: Any = frame[frame["metric"] != "q"]
+    q: Any = frame[frame["metric"] == "q"].iloc[[0] * tested]
+    table = replace(localization.table, frame=pd.concat([others, q]), values=None, weights=None)
+    task = replace(localization.task, smallest_p={"lookup": smallest, "align_query": smallest})
+    found = replace(localization, table=table, task=task, heads_by_role={**localization.heads_by_role, "lookup": ()})
+    note = next(note for heading, note, _ in _sections(found) if heading == "The heads")
+    assert (f"no p-value below {smallest:.2g} for lookup: corrected for 8 candidates" in note) == said
+    assert ("More prompts" in note) == said
+
+
+def test_too_few_control_sets_for_any_verdict_are_told_beside_the_verdicts(localization):
+    def told(count: int) -> str:
+        needed = next(each for each in localization.verdicts if each.claim == "necessary")
+        verdicts = [replace(needed, value=0.0, intact=1.0, controls={"layers": (1.0,) * count})]
+        sections = _sections(replace(localization, verdicts=tuple(verdicts)))
+        return next(note for heading, note, _ in sections if heading.startswith("Are they necessary"))
+
+    few = "With 18 control sets no p-value is below 0.053, so none reaches 0.05 and nothing is shown: draw at least 19"
+    assert few in told(18) and "nothing is shown" not in told(19)
 
 
 @pytest.fixture
@@ -162,7 +218,7 @@ def test_a_report_without_any_named_head_says_so(tmp_path, localization):
     )
     assert attention_of(none) is None
     text = save_localization(none, tmp_path).read_text(encoding="utf-8")
-    assert "No head passes every test" in text and "Nearest: L1H3" in text and "Accuracy without them" not in text
+    assert "No head passes all tests of a" in text and "Accuracy without them" not in text
     assert "smallest sets" not in text, "they were not asked for"
     assert report.packed(report.circuitsvis_script()) not in text
 
@@ -326,6 +382,7 @@ def test_a_report_on_own_prompts_speaks_of_their_relations_alone(tmp_path, char_
     found = ac.localize(model, clean, corrupted=corrupted, roles={"mover": "attends to the name"}, n_controls=0)
     assert found.answer.startswith("No head passes every test. Nearest: L") and "(mover: " in found.answer
     assert "The first token of the answer is correct in" in found.answer
+    assert "Nearest" not in headline_of(found), "the table of heads that were not named tells it"
     assert any("no better than a guess" in caveat for caveat in found.caveat_sentences[:2]), "it was never trained"
     drawn: Any = figures(found)
     assert all(len(figure.layout.annotations) <= 1 for figure in drawn.values()), "one panel each"

@@ -296,6 +296,35 @@ def test_function_vectors_take_any_metric(model, halves, metric):
     )
 
 
+@pytest.mark.parametrize("answers", [None, 1, 3])
+def test_a_choice_is_right_if_a_right_answer_is_above_the_wrong_one(model, halves, answers):
+    """The target's own token, or any of the answers that the prompts list."""
+    _, prompts = halves
+    logits = Measured(model, ac.Pair(*halves)).at_targets(prompts)
+    ranked = logits.argsort(1, descending=True)
+    listed = torch.zeros(3, 64, dtype=torch.bool)
+    for row in range(3):
+        listed[row, ranked[row, 30 : 30 + (answers or 1)]] = True
+    token = ranked[:, 30] if answers is None else ranked[:, 50]
+    wrong = ranked[torch.arange(3), torch.tensor([29, 31, 40])]
+    columns = {"token": token.numpy(), WRONG: wrong.numpy()}
+    prompts = replace(prompts, targets=prompts.targets.assign(**columns), correct=None if answers is None else listed)
+    table = ac.evaluate(model, prompts, metrics=["choice_accuracy"]).where(kind="all", offset=None)
+    assert table.values is not None and table.values[0].tolist() == [0, 1, 1]
+    pair = ac.Pair(prompts, prompts, metric="choice_accuracy")
+    refused("metric='choice_accuracy' has no gradient: choose", ac.attribute_heads, model, pair)
+    ablated = ac.ablate_heads(model, prompts, "zero", heads=[(0, 0)], metrics=["choice_accuracy"])
+    assert ablated.baselines is not None
+    assert ablated.baselines.where(run="chance", kind="all").frame["value"].item() == 0.5
+    without = replace(prompts, targets=prompts.targets.drop(columns=WRONG))
+    refused(
+        "metric='choice_accuracy' compares with a wrong answer, and these prompts have none",
+        partial(ac.evaluate, metrics=["choice_accuracy"]),
+        model,
+        without,
+    )
+
+
 def test_the_clean_run_does_not_diverge_from_itself(model, halves):
     clean, corrupted = halves
     targets = TargetMetrics.of(clean, ("kl",)).with_reference(model, clean)

@@ -118,8 +118,10 @@ def test_a_role_without_small_p_values_is_told_in_one_line_and_its_heads_are_not
     for fdr, hopeless in [(0.05, True), (0.5, False)]:
         limits: Any = Thresholds(score=0.0, above_chance=0.0, attention=0.0, share=0.0, fdr=fdr, effect=1e3)
         found = ac.localize(model, prompts, roles=["own"], thresholds=limits, n_controls=0)
-        told = "No head can be named for own (0.5): in brackets the smallest p-value that these prompts allow"
-        assert found.summary.count("can be named for own") == found.summary.count(told) == hopeless
+        told = "No head can be named for any role: the smallest p-value that these prompts allow is 0.5 (own), and a "
+        assert found.summary.count("can be named for") == found.summary.startswith(told) == hopeless
+        assert ("Scores and effects of heads are measured all the same." in found.answer) == hopeless
+        assert ("always the same of their candidates" in found.summary) == (not hopeless)
         assert ("Vary the order of the candidates of own." in found.summary) == hopeless
         assert any(each.high for each in found.unnamed) == (not hopeless)
         assert ("Nearest" in found.answer) == (not hopeless)

@@ -77,7 +77,7 @@ def ablation(set_ablations: Table, title: str = "") -> go.Figure:
         set_ablations: Of a `Localization`, with the key columns `ablated`, `draw`, `kind` and `metric`.
         title: Above the figure.
     """
-    frame: Any = set_ablations.where(metric="accuracy").frame.dropna(subset=["value"])  # NaN: not measured
+    frame: Any = set_ablations.frame.dropna(subset=["value"])  # NaN: not measured
     kinds, names = kinds_of(frame), [*dict.fromkeys(frame["ablated"])]
     frame = frame[frame["kind"].isin(kinds)]
     sets = [name for name in _ABLATED if name in names] + [name for name in names if name not in _ABLATED]
@@ -107,7 +107,8 @@ def ablation(set_ablations: Table, title: str = "") -> go.Figure:
             },
         )
         figure.add_trace(drawn)
-    figure.update_yaxes(title="accuracy", range=SHARES)
+    chooses = "choice_accuracy" in set(frame["metric"])
+    figure.update_yaxes(title="accuracy between two answers" if chooses else "accuracy", range=SHARES)
     figure.update_xaxes(
         title="target tokens",
         tickvals=list(range(len(kinds))),
