@@ -7,6 +7,13 @@ from align_circuits.circuits.attribute import HeadMethod, attribute_heads
 from align_circuits.cli.effects import IN_WORDS, OF_TARGETS, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
 
+METHODS = {
+    "atp": "attribution patching",
+    "ig_inputs": "integrated gradients between both prompts",
+    "atp_star": "attribution patching with exact attention (AtP*)",
+}
+"""The methods in words."""
+
 
 @dataclass(frozen=True)
 class Attribute(EffectVerb):
@@ -29,10 +36,10 @@ class Attribute(EffectVerb):
         self.write(
             results,
             table,
-            pair.clean,
+            pair,
             self.metric,
             how=f"{len(pair.clean)} pairs, {self.direction}, {self.method} of {self.metric}",
             title=f"Heads of {self.model}: attribution",
-            what=f"{what}, estimated by {self.method}",
+            what=f"{what}, estimated by {METHODS[self.method]}",
             but=f"{self.corruption} Check the best ones with align-circuits patch, which is exact.",
         )

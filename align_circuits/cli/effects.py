@@ -13,7 +13,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.report.page import Section, legend_of
 from align_circuits.report.plots.style import UNITS, kinds_of
-from align_circuits.run.pairs import Direction
+from align_circuits.run.pairs import Direction, Pair
 from align_circuits.tables.tables import Table
 
 NORMALISED = (
@@ -31,6 +31,12 @@ IN_WORDS = {
     "accuracy": "accuracy",
 }
 """What each metric measures."""
+
+LEAST_SHARE = 0.01
+"""Effects below this share of the largest are not listed among those that matter."""
+
+MOST_DRAWN = 10
+"""The largest effects in the figure of those that matter."""
 
 _SITE_KEYS = ("site", "positions")
 """The keys of what is patched beside layer and head."""
@@ -58,26 +64,37 @@ class EffectVerb(SweepVerb):
         return "--metric logit_diff" if self.metric == "logit_diff" else None
 
     def write(
-        self, results: Results, table: Table, prompts: Prompts, metric: str, how: str, title: str, what: str, but: str
+        self,
+        results: Results,
+        table: Table,
+        prompts: Prompts | Pair,
+        metric: str,
+        how: str,
+        title: str,
+        what: str,
+        but: str,
     ) -> None:
         """Prints how it was measured and the heads that matter most; writes the results, with `what` and `but`."""
         tables = dict(_by_site(table, metric))
         lines = [(f"{site}: " if site else "") + best_of(of_site, metric) for site, of_site in tables.items()]
         print("\n".join([f"{self.model}: {how}\n", *(f"  {line}" for line in lines), "", *table.remarks]))
-        summary = "\n\n".join([f"{what}, largest first: {lines[0]}. {but}", *lines[1:], *table.remarks])
+        warnings = [warning.replace("log_prob", "log-probability") for warning in table.where(metric=metric).warnings]
+        notes = [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
+        summary = "\n\n".join([f"{what}, largest first: {lines[0]}. {but}", *lines[1:], *notes])
         sections = list(_sections(table, tables, metric, prompts))
         self.finish(results, table, title=title, summary=summary, sections=sections)
 
 
-def _sections(table: Table, tables: Mapping[str, Table], metric: str, prompts: Prompts) -> Iterator[Section]:
+def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Prompts | Pair) -> Iterator[Section]:
     """Yields the sections of a report: the heads that matter most, maps of all heads, a prompt, the table."""
+    prompts = source.clean if isinstance(source, Pair) else source
     unit = UNITS.get(metric, "share")
     for site, of_all in tables.items():
         ending = f", {site}" if site else ""
         shares = of_all.normalized().frame["value"] if table.is_paired else None
         told = shares is not None and bool(shares.notna().any())
         note = f"The largest effects, up or down, with 95% intervals over prompts.{NORMALISED if told else ''}"
-        drawn = plots.top_heads(of_all, [metric], 10, by="absolute", normalized=told)
+        drawn = plots.top_heads(of_all, [metric], _count_apart(of_all), by="absolute", normalized=told)
         yield f"What matters most{ending}", note, drawn
         of_heads = "head" in set(of_all.frame["level"])
         maps = [plots.position_map(of_all, prompts)] if "position" in table.keys else []
@@ -107,7 +124,11 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, prompts: P
         screened = table.where(metric=metric, kind="all", estimated=True)
         drawn = [plots.head_maps(estimates, [metric], unit=unit) for _, estimates in _of_sites(screened)]
         yield "Estimates", "To first order: these heads were screened out, and not run.", drawn
-    yield "A prompt", legend_of(prompts), prompts.to_html(0)
+    if isinstance(source, Pair):
+        differ = "Underlined: the tokens in which the clean and the corrupted prompt differ."
+        yield "A pair of prompts", f"{legend_of(prompts)} {differ}".strip(), source.to_html()
+    else:
+        yield "A prompt", legend_of(prompts), prompts.to_html()
     shown = distinct(table)
     if table.is_paired:
         columns = shown.normalized().frame[["value", "low", "high"]].add_prefix("normalised ")
@@ -144,9 +165,19 @@ def best_of(table: Table, metric: str) -> str:
     return (", ".join(map(head_value, best)) or f"none with an interval that leaves out 0{nearest}") + against
 
 
+def _count_apart(table: Table) -> int:
+    """How many effects are not nothing beside the largest, from 1 to `MOST_DRAWN`."""
+    size = table.frame["value"].abs()
+    return max(1, min(MOST_DRAWN, int((size >= LEAST_SHARE * size.max()).sum())))
+
+
 def _apart_from_zero(rows: Any) -> list[Any]:
-    """The rows whose interval leaves out 0; of heads with one effect, since they share keys and values, the first."""
-    shown = rows[(rows["value"] != 0) & ~((rows["low"] <= 0) & (rows["high"] >= 0))]
+    """The rows whose interval leaves out 0, but for effects that are nothing beside the largest.
+
+    Of heads with one effect, since they share keys and values, the first.
+    """
+    shown = rows[~((rows["low"] <= 0) & (rows["high"] >= 0))]
+    shown = shown[(shown["value"] != 0) & (shown["value"].abs() >= LEAST_SHARE * rows["value"].abs().max())]
     shared = [key for key in ("site", "layer", "position", "positions", "value", "low", "high") if key in rows]
     return [row for _, row in shown.drop_duplicates(shared).iterrows()]
 

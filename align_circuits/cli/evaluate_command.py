@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb, distinct, interval
-from align_circuits.report import plots
+from align_circuits.cli.verb import PromptVerb, accuracy_sections, distinct, interval
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import answers, evaluate
 from align_circuits.run.target_metrics import Metric
@@ -15,7 +14,7 @@ from align_circuits.run.target_metrics import Metric
 class Evaluate(PromptVerb):
     """Measures accuracy and other metrics with `evaluate`."""
 
-    metrics: tuple[Literal["log_prob", "logit", "logit_diff", "prob", "accuracy"], ...] | None = None
+    metrics: tuple[Literal["log_prob", "logit", "logit_diff", "prob", "accuracy", "choice_accuracy"], ...] | None = None
     """What is measured beside the accuracy: by default log_prob, and logit_diff where the file has wrong answers."""
 
     @property
@@ -32,17 +31,25 @@ class Evaluate(PromptVerb):
         print(shown)
         rows = table.where(metric="accuracy", kind="all", offset=None).frame
         accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}
-        sections: list[Section] = [("Accuracy", "", plots.accuracy(table)), ("All numbers", "", shown)]
+        sections: list[Section] = [*accuracy_sections(table), ("All numbers", "", shown)]
         if self.prompts is not None or self.own_task is not None:
             answered: Any = answers(model, prompts, options=self.options)
-            ends = [f"…{text[-60:]}" if len(text) > 60 else text for text in prompts.text]
-            answered.insert(1, "text", [ends[prompt] for prompt in answered["prompt"]])
+            before = [
+                "".join(
+                    text
+                    for text, real in zip(prompts.texts_at(row)[: end + 1], prompts.mask[row], strict=False)
+                    if real
+                )
+                for row, end in prompts.targets[["prompt", "query_pos"]].itertuples(index=False, name=None)
+            ]
+            answered.insert(1, "text", [f"…{text[-60:]}" if len(text) > 60 else text for text in before])
             wrong = answered[~answered["right"]]
             rows = wrong.head(5).to_dict("records")
             print("".join(f"\n  {row['answer']!r}, not {row['target']!r}: {row['text']}" for row in rows))
             answered = answered.sort_values(["right", "p"], kind="stable").head(200)
             page = answered.to_html(index=False, border=0, float_format="{:.2f}".format)
-            sections.insert(1, ("Answers", "Wrong ones first.", f'<div class="wide">{page}</div>'))
+            note = "What the model answers after each text: wrong answers first. p: the probability of the right token."
+            sections.insert(-1, ("Answers", note, f'<div class="wide">{page}</div>'))
         summary = f"{accuracy['model']} of all target tokens are correct"
         if "history" in accuracy:
             summary += f"; the history ceiling, which needs no alignment, is {accuracy['history']}"

@@ -66,7 +66,7 @@ class Patch(EffectVerb):
         self.write(
             results,
             table,
-            pair.clean,
+            pair,
             self.metric,
             how=f"{len(pair.clean)} pairs, {self.direction}, change of {self.metric}",
             title=f"{'Layers' if chosen == 'each' else 'Heads'} of {self.model} patched",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
+from align_circuits.cli.verb import METRICS, PromptVerb, accuracy_sections, first_token, head_value
 from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.report import plots
 from align_circuits.report.page import legend_of
@@ -33,7 +33,8 @@ class Score(PromptVerb):
         leaders = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in [*best.items()][:3])
         task = self.source if self.prompts is None else as_task(prompts)
         right = f"{task.target_name} is correct in {first_token(accuracy)} of cases."
-        references = "With reference accuracies that need no alignment." if task.references else ""
+        references = [name for name in dict.fromkeys(accuracy.frame["predictor"]) if name != "model"]
+        note = f"With 95% intervals over prompts, beside references: {', '.join(references)}." if references else ""
         self.finish(
             results,
             table,
@@ -42,9 +43,13 @@ class Score(PromptVerb):
             "heads attend, not what the model uses: no head was ablated.",
             roles=task.roles,
             sections=[
-                ("Accuracy", references, plots.accuracy(accuracy)),
-                ("The best heads", "By each metric, with 95% intervals over prompts.", plots.top_heads(table, metrics)),
-                ("All heads", "Hover for a number and its interval.", plots.head_maps(table, metrics)),
+                *accuracy_sections(accuracy, note),
+                (
+                    "The best heads",
+                    "The highest scores of each relation, from 0 to 1, with 95% intervals over prompts.",
+                    plots.top_heads(table, metrics),
+                ),
+                ("All heads", "The same scores. Hover for one and its interval.", plots.head_maps(table, metrics)),
                 ("A prompt", legend_of(prompts), prompts.to_html(0)),
             ],
         )

@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb, first_token, head_value
+from align_circuits.cli.verb import PromptVerb, accuracy_sections, first_token, head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.models.loading import parameters_in
@@ -89,7 +89,7 @@ class Tune(PromptVerb):
         sections: list[Section] = [
             ("Accuracy over steps", "Probes with 95% intervals over few prompts.", run.figures["accuracy"]),
             ("The best head over steps", "It may be another head at each step.", run.figures["best heads"]),
-            ("Accuracy after tuning", f"On fresh prompts{references}.", plots.accuracy(after)),
+            *accuracy_sections(after, f"On fresh prompts{references}.", "Accuracy after tuning"),
             ("All heads after tuning", "Hover for a number.", plots.head_maps(scores, metrics)),
         ]
         if naming:

@@ -22,7 +22,8 @@ from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.models.quantization import Quantization
 from align_circuits.prompts.jsonl import read_jsonl
 from align_circuits.prompts.prompts import WRONG, Prompts
-from align_circuits.report.page import write_report
+from align_circuits.report import plots
+from align_circuits.report.page import Section, write_report
 from align_circuits.report.plots.style import kinds_of
 from align_circuits.run.options import Engine, RunOptions
 from align_circuits.run.pairs import Pair
@@ -373,6 +374,12 @@ def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:
     position = f" at {row['position']}" if "position" in row else ""
     text = f"L{row['layer']}{head}{position} {interval(row)}"
     return text if roles is None else f"{text} ({roles.get((row['layer'], row['head'])) or 'none'})"
+
+
+def accuracy_sections(table: Table, note: str = "", heading: str = "Accuracy") -> list[Section]:
+    """Returns the figure of accuracy as a section; none where it would be a single dot, which the summary says."""
+    shown = distinct(table).where(metric="accuracy").frame
+    return [(heading, note, plots.accuracy(table))] if shown["offset"].isna().sum() > 1 else []
 
 
 def distinct(table: Table) -> Table:

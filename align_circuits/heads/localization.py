@@ -228,7 +228,10 @@ class Localization:
         unnameable = [note for note in self.task.notes if note.startswith(UNNAMEABLE)]
         return [
             *(note for note in unnameable if note != self.nameless),  # which the answer says
-            *(f"{warning[0].upper()}{warning[1:]}." for warning in self.warnings),
+            *(
+                f"{warning[0].upper()}{warning[1:]}.".replace("log_prob", "log-probability")
+                for warning in self.warnings
+            ),
             *control_sentences(self),
             *share_sentences(self.verdicts),
             *unnamed_sentences(self.unnamed, self.named_heads),

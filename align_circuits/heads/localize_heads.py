@@ -180,8 +180,8 @@ def localize(
         of_roles = {
             role: (*of_role, *(m.head for m in members.get(role, ()))) for role, of_role in heads_by_role.items()
         }
-        smallest = smallest_p_values(tested, roles)
-        hopeless = [role for role, p in smallest.items() if p > thresholds.fdr]
+        smallest_p = smallest_p_values(tested, roles)
+        hopeless = [role for role, p in smallest_p.items() if p > thresholds.fdr]
         unnamed = unnamed_heads(tests, of_roles, patching_effects, hopeless)
         of_redundant = {f"{role}, redundant": [member.head for member in heads] for role, heads in members.items()}
 
@@ -216,8 +216,8 @@ def localize(
             TaskFacts(
                 {role: task.roles[role] for role in roles},
                 task.target_name,
-                limits(task, tested, roles, smallest, thresholds.fdr),
-                smallest,
+                limits(task, tested, roles, smallest_p, thresholds.fdr),
+                smallest_p,
                 task.control_lesson,
             ),
             Example(attention_from(model, first, named, positions, options), positions.tolist()),

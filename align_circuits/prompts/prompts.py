@@ -181,7 +181,14 @@ class Prompts:
         return added[-1] if added and not self.is_aligned else None
 
     @checked
-    def to_html(self, index: int = 0, examples: int | None = None, relation: str | None = None) -> str:
+    def to_html(
+        self,
+        index: int = 0,
+        examples: int | None = None,
+        relation: str | None = None,
+        *,
+        beside: "Prompts | None" = None,
+    ) -> str:
         """Returns one prompt as HTML, one line for each example, with its gold alignment or with any relation.
 
         The gold alignment: each phrase to predict (framed), the input symbol that it is aligned with (framed), and the
@@ -193,11 +200,19 @@ class Prompts:
             examples: How many of the last examples to draw; all of them by default.
             relation: Which relation to draw; by default the alignment, if the prompts have one, or else the relation
                 that was added last.
+            beside: Other prompts of the same shape, such as the corrupted partners: tokens that differ from theirs are
+                underlined.
 
         Raises:
             KeyError: A relation that the prompts do not have.
+            ValueError: Prompts beside these of another shape.
         """
         prompt, relation = self[index], relation or self.drawn_relation
+        if beside is not None and beside.inputs.shape != self.inputs.shape:
+            given, own = (" x ".join(map(str, prompts.inputs.shape)) for prompts in (beside, self))
+            raise ValueError(f"prompts of shape {given} beside {own}: give partners of equally many tokens")
+        other = prompt if beside is None else beside[index]
+        differs = (prompt.tokens != other.tokens)[0].tolist()
         aligned = {name: relation_shown for name, relation_shown in prompt.relations.items() if name in _ALIGNMENT}
         if relation is not None and relation not in prompt.relations:
             raise KeyError(f"no relation {relation!r} in these prompts; they have {', '.join(prompt.relations)}")
@@ -206,7 +221,7 @@ class Prompts:
         first = 0 if examples is None else int(prompt.example.max()) - examples + 1
         for pos, text in enumerate(prompt.texts_at(0)):
             if prompt.mask[0, pos] and (line := max(0, int(prompt.example[0, pos]))) >= first:
-                lines.setdefault(line, []).append(Mark(text, group.get(pos), pos in framed))
+                lines.setdefault(line, []).append(Mark(text, group.get(pos), pos in framed, differs=differs[pos]))
         return draw_tokens(list(lines.values()))
 
     def _alignment(self, aligned: Mapping[str, Relation]) -> tuple[dict[int, int], set[int]]:

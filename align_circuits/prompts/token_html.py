@@ -27,6 +27,8 @@ class Mark:
     """The attention to the token, in [0, 1]: drawn as a shade in place of the group, with its number."""
     query: bool = False
     """Whether the attention comes from this token."""
+    differs: bool = False
+    """Whether the token is another one in the prompt beside it."""
 
     @property
     def shaded(self) -> bool:

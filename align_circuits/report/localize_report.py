@@ -297,11 +297,11 @@ def unnamed_table(localization: Localization) -> Html:
                 name for name, holds in (("effect", unnamed.large), ("score", unnamed.high)) if holds
             )
             or "best of its role",
-            "not named": unnamed.why,
+            "role, and failed tests": unnamed.why,
             "score": f"{unnamed.score:.2f}",
             "gain by patching (nats)": formatted((unnamed.effect, *unnamed.interval), "denoising")
             + (" (estimated)" if unnamed.estimated else ""),
-            "share of clean - corrupted": formatted((unnamed.share, np.nan, np.nan), "share"),
+            "share of the difference clean - corrupted": formatted((unnamed.share, np.nan, np.nan), "share"),
         }
         for unnamed in localization.unnamed
     ]

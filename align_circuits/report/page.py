@@ -129,6 +129,11 @@ def packed(script: str) -> Html:
     return Html(f'<script type="text/gzip">{code}</script>')
 
 
+def _decimals(number: float) -> str:
+    """A number of a table, without the sign of a zero."""
+    return f"{round(number, 3) + 0.0:.3f}"
+
+
 def _block(heading: str, note: str, content: Content | Sequence[Content]) -> dict[str, Any]:
     """A section for the template, and the types of its contents."""
     contents = [content] if isinstance(content, Content) else list(content)
@@ -146,7 +151,7 @@ def _drawn(content: Content, name: str, heading: str, note: str) -> Html:
         ]
         in_all = ", ".join(f"{key} {frame[key].iloc[0]}" for key in same)
         frame = frame.drop(columns=same)
-        rows = frame.head(MAX_ROWS).to_html(index=False, float_format="{:.3f}".format, na_rep="–", border=0)
+        rows = frame.head(MAX_ROWS).to_html(index=False, float_format=_decimals, na_rep="–", border=0)
         lines = re.sub(r"\n *", "\n", rows)
         said = Markup("<p>In all rows: {}.</p>").format(in_all) if same else ""
         content = f'{said}<div class="wide">{lines}</div>' + (

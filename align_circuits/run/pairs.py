@@ -85,9 +85,14 @@ class Pair:
         drawn = f"<div>{html.escape(repr(self))}</div>"
         if self.clean.inputs.is_floating_point():  # vectors have no text
             return drawn
-        for name, prompts in (("clean", self.clean), ("corrupted", self.corrupted)):
-            drawn += f"<div><b>{name}</b></div>{prompts.to_html(0) if len(prompts) else ''}"
-        return drawn
+        return drawn + self.to_html()
+
+    def to_html(self, index: int = 0) -> str:
+        """Returns a clean prompt and its corrupted partner as HTML; the tokens in which they differ are underlined."""
+        both = {"clean": (self.clean, self.corrupted), "corrupted": (self.corrupted, self.clean)}
+        return "".join(
+            f"<div><b>{name}</b></div>{prompts.to_html(index, beside=other)}" for name, (prompts, other) in both.items()
+        )
 
     @property
     def base_run(self) -> Literal["clean", "corrupted"]:

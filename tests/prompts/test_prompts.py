@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -374,6 +375,19 @@ def test_any_relation_is_drawn():
     assert both.to_html(0) == drawn["previous"], "the one that was added last"
     with pytest.raises(KeyError, match="no relation 'other' in these prompts; they have induction, previous"):
         prompts.to_html(0, relation="other")
+
+
+def test_tokens_that_differ_from_other_prompts_are_underlined():
+    prompts, other = Prompts.from_tokens([[3, 4, 5]] * 2), Prompts.from_tokens([[3, 4, 5], [3, 9, 5]])
+    prompts = prompts.with_relations(mine=Relation.from_pairs([(1, 2, [1])], prompts=prompts))
+    for drawn, expected in [(prompts, ["&lt;4&gt;"]), (other, ["&lt;9&gt;"])]:
+        page = drawn.to_html(1, beside=other if drawn is prompts else prompts)
+        assert re.findall(r"text-decoration:underline[^>]*>(?:<span[^>]*>)?([^<]*)", page) == expected
+    assert "underline" not in prompts.to_html(0, beside=other) + prompts.to_html(1)
+    refused(
+        "prompts of shape 2 x 2 beside 2 x 3: give partners of equally many tokens",
+        partial(prompts.to_html, beside=Prompts.from_tokens([[3, 4]] * 2)),
+    )
 
 
 def test_the_alignment_is_drawn_beside_a_loop(char_tokenizer, monkeypatch):

@@ -125,7 +125,7 @@ def effects():
 def test_effects_are_drawn_to_their_own_scale_with_their_unit(effects):
     figure = plots.head_maps(effects, ["first", "later"], by="kind", unit="nats")
     axis = figure.layout.coloraxis
-    assert (axis.cmin, axis.cmax, axis.colorbar.title.text) == (0, 3, "nats")
+    assert (axis.cmin, axis.cmax, axis.colorbar.title.text) == (-3, 3, "nats"), "zero is white"
     first, later = figure.data
     np.testing.assert_array_equal(first.z, [[0, 0], [3, 0]])
     assert not np.any(later.z)
@@ -146,7 +146,7 @@ def test_maps_without_panels_draw_all_metrics_of_one_unit():
     grid = pd.DataFrame([(layer, head) for layer in range(2) for head in range(2)], columns=["layer", "head"])
     for metrics, drawn in [
         ({"lookup": 0.5, "entropy": 0.5, "distance": 1.5, "sink": 0.5}, ["lookup", "sink"]),
-        ({"log_prob": 0.5, "accuracy": 0.5, "kl": 1.5}, ["log_prob", "kl"]),
+        ({"log_prob": 0.5, "accuracy": 0.5, "kl": 1.5}, ["log-probability", "KL divergence"]),
         ({"distance": -1.5, "lookup": 0.5}, ["distance"]),
     ]:
         frame = pd.concat(

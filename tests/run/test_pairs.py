@@ -23,6 +23,8 @@ def test_shown_in_consoles_and_notebooks(char_tokenizer):
     assert repr(chosen) == shown
     odd = dict.fromkeys(clean.token_strings, "<b>")
     page = ac.Pair(replace(clean, token_strings=odd), replace(corrupted, token_strings=odd))._repr_html_()
+    differ = int((clean.tokens[0] != corrupted.tokens[0]).sum())
+    assert page.count("text-decoration:underline") == 2 * differ > 0
     assert page.count("<b>clean</b>") == page.count("<b>corrupted</b>") == 1
     assert page.count("<b>") == 2 and page.count("&lt;b&gt;") == 2 * length
 

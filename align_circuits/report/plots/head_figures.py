@@ -10,6 +10,7 @@ from align_circuits.checks import checked, listed
 from align_circuits.hooks.heads import HeadLike, head_of
 from align_circuits.report.plots.style import (
     BLANK,
+    CAPTIONS,
     COLOURS,
     NOTED,
     SHARES,
@@ -71,8 +72,8 @@ def head_maps(
         title: Above the maps.
         captions: Whether each map is headed by its panel's name.
         by: The key column that the panels are values of.
-        unit: The unit of the numbers, such as `"nats"`, for the colour bar; the scale then ends at the largest number.
-            Without it they are scores, and the scale ends at 1 or above.
+        unit: The unit of the numbers, such as `"nats"`, for the colour bar: they are effects, on a diverging scale that
+            ends at the largest one. Without it they are scores, and the scale ends at 1 or above.
         marked: Heads to circle, by panel.
         noted: Other heads to frame with a diamond of another colour, by panel.
         shape: The model's numbers of layers and heads; by default those of the table's provenance, or as many as the
@@ -91,9 +92,10 @@ def head_maps(
     known = known[np.isfinite(known)]
     if not len(known):
         raise ValueError(f"no head has a value of {', '.join(map(str, panels))}: there is nothing to draw")
-    signed = bool((known < 0).any())
+    signed = bool(unit) or bool((known < 0).any())
     bound = max(float(np.abs(known).max(initial=0)), 0.0 if unit else 1.0) or 1.0
-    figure, panels_at = panel_grid(panels if captions else [""] * len(panels), 0.32, "head", horizontal_spacing=0.07)
+    named = [CAPTIONS.get(panel, panel) if captions else "" for panel in panels]
+    figure, panels_at = panel_grid(named, 0.32, "head", horizontal_spacing=0.07)
     lines = panels_at[-1]["row"]
     for panel, frame, at_panel in zip(panels, frames, panels_at, strict=True):
         columns, rows = list(range(heads)), list(range(layers))
@@ -140,16 +142,17 @@ def top_heads(
     metrics = _of_one_unit(table, "metric") if metrics is None else listed(metrics)
     if not metrics:
         raise ValueError("no metrics: name at least one value of 'metric'")
-    captions = [f"{metric} ({UNITS[metric]})" if metric in UNITS else metric for metric in metrics]
+    captions = [
+        f"{CAPTIONS.get(metric, metric)} ({UNITS[metric]})" if metric in UNITS else metric for metric in metrics
+    ]
     figure, panels = panel_grid(captions, 0.28, horizontal_spacing=0.09)
     for index, (metric, panel) in enumerate(zip(metrics, panels, strict=True)):
         top = table.top(metric, n, by=by)
         best, names = top.frame[::-1], _names(top.frame)
         if normalized:
             shares = top.normalized().frame["value"]
-            names = [
-                name if np.isnan(share) else f"{name} ({share:.0%})" for name, share in zip(names, shares, strict=True)
-            ]
+            shares = [f" ({round(share, 2) + 0.0:.0%})" if np.isfinite(share) else "" for share in shares]
+            names = [f"{name}{share}" for name, share in zip(names, shares, strict=True)]
         dots = points(
             best,
             along="x",
@@ -163,6 +166,8 @@ def top_heads(
     values = np.concatenate([np.asarray(trace.x, dtype=float) for trace in drawn])
     if ((values >= 0) & (values <= 1)).all() and not UNITS.keys() & {*metrics}:  # nats have a scale of their own
         figure.update_xaxes(range=SHARES, dtick=0.25)
+    else:
+        figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(type="category")
     return styled(figure, title, height=(110 + 26 * n) * panels[-1]["row"] + 40)
 

@@ -41,6 +41,9 @@ MAX_COLUMNS = 3
 CAPTION = 84
 """The letters of captions that fit side by side into the narrowest figure (`.plotly-graph-div` of the pages)."""
 
+CAPTIONS = {"log_prob": "log-probability", "logit_diff": "logit difference", "kl": "KL divergence"}
+"""Metrics with a unit as a caption writes them, where that is another word."""
+
 UNITS = {"log_prob": "nats", "kl": "nats", "entropy": "nats", "logit": "logits", "logit_diff": "logits"}
 """The unit of each metric that has one."""
 
