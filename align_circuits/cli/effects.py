@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
 from align_circuits.cli.folders import Results
@@ -167,8 +168,8 @@ def best_of(table: Table, metric: str) -> str:
 
 def _count_apart(table: Table) -> int:
     """How many effects are not nothing beside the largest, from 1 to `MOST_DRAWN`."""
-    size = table.frame["value"].abs()
-    return max(1, min(MOST_DRAWN, int((size >= LEAST_SHARE * size.max()).sum())))
+    size = np.abs(table.frame["value"].to_numpy(dtype=float))
+    return max(1, min(MOST_DRAWN, int((size >= LEAST_SHARE * np.nanmax(size, initial=0)).sum())))
 
 
 def _apart_from_zero(rows: Any) -> list[Any]:

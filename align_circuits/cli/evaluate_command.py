@@ -7,7 +7,7 @@ from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, accuracy_sections, distinct, interval
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import answers, evaluate
-from align_circuits.run.target_metrics import Metric
+from align_circuits.run.target_metrics import CHOICE_ACCURACY, Metric
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Evaluate(PromptVerb):
     @property
     def wrong_for(self) -> str | None:
         """The option that needs wrong answers."""
-        return "--metrics logit_diff" if "logit_diff" in (self.metrics or ()) else None
+        asked = [metric for metric in ("logit_diff", CHOICE_ACCURACY) if metric in (self.metrics or ())]
+        return f"--metrics {asked[0]}" if asked else None
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""

@@ -258,7 +258,7 @@ class PromptVerb(Verb):
         return []
 
     def _check_wrong(self, prompts: Prompts, lines: Sequence[int]) -> None:
-        """Refuses the metric logit_diff for prompts without wrong answers, which stand in these lines of a file."""
+        """Refuses metrics that need wrong answers for prompts without them, which stand in these lines of a file."""
         if (asked := self.wrong_for) is None:
             return
         if WRONG not in prompts.targets:
@@ -378,8 +378,8 @@ def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:
 
 def accuracy_sections(table: Table, note: str = "", heading: str = "Accuracy") -> list[Section]:
     """Returns the figure of accuracy as a section; none where it would be a single dot, which the summary says."""
-    shown = distinct(table).where(metric="accuracy").frame
-    return [(heading, note, plots.accuracy(table))] if shown["offset"].isna().sum() > 1 else []
+    places: Any = distinct(table).where(metric="accuracy").frame["offset"]
+    return [(heading, note, plots.accuracy(table))] if places.isna().sum() > 1 else []
 
 
 def distinct(table: Table) -> Table:

@@ -97,8 +97,8 @@ def judged(prompts: Prompts) -> tuple[Prompts, str]:
     Where each target that decides, the first of its phrase if there are such, has a wrong answer, the question is which
     of the two the model prefers: these targets and `CHOICE_ACCURACY`. Else all targets and `"accuracy"`.
     """
-    decides = by_kind(prompts)[_deciding_kind(prompts)]
-    if WRONG not in prompts.targets or prompts.targets[WRONG][decides].isna().any():
+    decides, targets = by_kind(prompts)[_deciding_kind(prompts)], prompts.targets
+    if WRONG not in targets or (targets[WRONG].isna().to_numpy() & decides).any():
         return prompts, "accuracy"
     return prompts.select_targets(torch.from_numpy(decides)), CHOICE_ACCURACY
 

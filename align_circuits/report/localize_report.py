@@ -169,7 +169,7 @@ def _caveats(localization: Localization) -> list[str]:
 def _largest_effect(localization: Localization) -> str:
     """The head whose patch alone brings back or takes away most, and how many without a role have a large effect."""
     effects = localization.evidence.patching_effects.where(kind="all", metric="log_prob")
-    frame = effects.frame.assign(share=effects.normalized().frame["value"].to_numpy())
+    frame: Any = effects.frame.assign(share=effects.normalized().frame["value"].to_numpy())
     frame = frame[(frame["low"] > 0) | (frame["high"] < 0)]
     frame = frame if "estimated" not in frame else frame[~frame["estimated"].astype(bool)]
     if not len(frame):
@@ -192,7 +192,7 @@ def _largest_effect(localization: Localization) -> str:
 def _smallest_p(localization: Localization) -> str:
     """For which roles without a head a single one could hardly be named, since no p-value can be small enough."""
     fdr, table = localization.thresholds.fdr, localization.table.frame
-    tested = int((table["metric"] == "q").sum())
+    tested = table["metric"].tolist().count("q")
     out_of_reach = [
         f"{p:.2g} for {role}"
         for role, p in localization.task.smallest_p.items()

@@ -41,7 +41,7 @@ def test_verdicts_are_on_the_right_answer_above_the_wrong_one_where_each_prompt_
     """A wrong answer that is never likely is beaten without the circuit too; names do not depend on it."""
     model, prompts = ac.planted_circuit(TASK, seed=3), TASK.sample(24, char_tokenizer, seed=1)
     first = (prompts.targets["kind"] == "first").to_numpy()
-    token = prompts.targets["token"]
+    token: Any = prompts.targets["token"]
     column = {"impossible": token * 0 + char_tokenizer.bos_token_id, "letter": token.groupby(first).shift(-1)}
     given = column.get(wrong, token).astype("Int64").where(first).fillna(int(token[first].iloc[0]))
     given = given.where(first & ~((wrong == "sometimes") & (np.arange(len(given)) < 9)))
