@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from transformers import DynamicCache
 
 from align_circuits.hooks.attention import raw_attention
 from align_circuits.hooks.compat import bridges, onednn
@@ -27,6 +28,7 @@ def gradients_at(
     changes: Mapping[str, Change] | None = None,
     *,
     fast: bool = False,
+    first: int = 0,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns activations, after any change, and the gradient of a scalar with respect to them, by hook point.
 
@@ -43,12 +45,14 @@ def gradients_at(
         scalar: From logits `[prompt query d_vocab]` to a scalar, or to a vector of several, a pass back each.
         changes: What happens to activations, by hook point; gradients pass through.
         fast: Whether Hugging Face's own attention runs, under which `hook_pattern` does not fire.
+        first: With `fast`, the first column whose activations are returned and changed; those before it run once,
+            without a gradient, and leave their keys and values.
 
     Raises:
         ValueError: A hook never fires.
     """
     # The first residual stream is always hooked: with frozen parameters the graph of gradients would begin nowhere.
-    first, changed = name_of("resid_pre", 0), dict(changes or {})
+    stream, changed = name_of("resid_pre", 0), dict(changes or {})
     kept: dict[str, Tensor] = {}
 
     def keep(name: str) -> Change:
@@ -63,19 +67,21 @@ def gradients_at(
 
         return change
 
-    probes = Probes(model, {name: keep(name) for name in dict.fromkeys((first, *changed, *names))})
+    probes = Probes(model, {name: keep(name) for name in dict.fromkeys((stream, *changed, *names))})
     inputs: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask.long()}
     if bridges.is_bridge(model):
-        inputs |= {"use_cache": False, "logits_to_keep": queries.cpu()}
+        inputs |= {"use_cache": False, "logits_to_keep": queries.cpu() - first}
         if "attention_mask" in inputs:
-            inputs["position_ids"] = token_positions(mask)
+            inputs["position_ids"] = token_positions(mask)[:, first:]
     with (
         torch.enable_grad(),
         evaluating(model),
         raw_attention(model) if fast else nullcontext(),
         onednn.linear_layers() if fast else nullcontext(),
     ):
-        logits = model.run_with_hooks(tokens, fwd_hooks=probes.fwd_hooks, **inputs)
+        if first:
+            inputs |= {"use_cache": True, "past_key_values": _past(model, tokens[:, :first], mask[:, :first])}
+        logits = model.run_with_hooks(tokens[:, first:], fwd_hooks=probes.fwd_hooks, **inputs)
         logits = logits if bridges.is_bridge(model) else logits[:, queries.to(logits.device)]
         probes.check()
         if logits.isnan().any():
@@ -95,3 +101,18 @@ def gradients_at(
         name: (kept[name].detach().to(tokens.device), gradient.to(tokens.device))
         for name, gradient in zip(names, gradients, strict=True)
     }
+
+
+def _past(model: Any, tokens: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]) -> DynamicCache:
+    """The keys and values of the first tokens of prompts."""
+    past, positions = DynamicCache(), token_positions(mask)
+    with torch.no_grad():
+        model(
+            tokens,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            past_key_values=past,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    return past

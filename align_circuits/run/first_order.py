@@ -14,6 +14,7 @@ from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.heads import shared_at
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, name_of
+from align_circuits.hooks.replay import first_difference
 from align_circuits.models.parameters import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
@@ -86,9 +87,14 @@ def first_order_effects(
 
         # Prompts do not interact, so the gradient of a sum over prompts holds that of each.
         inputs = some.prompts.tokens.to(device), some.prompts.mask.to(device)
-        gradients = gradients_at(model, *inputs, dict.fromkeys(read), queries, scalars, fast=engine == "fast")
+        first = 0
+        if source is not None and engine == "fast":
+            # Before the first other token nothing changes, and at all queries logits are read.
+            first = min(first_difference(some.prompts.tokens, source[rows].tokens), int(queries.min()))
+        fast = engine == "fast"
+        gradients = gradients_at(model, *inputs, dict.fromkeys(read), queries, scalars, fast=fast, first=first)
         values = {} if source is None else capture(model, source[rows], edited, options=alike)
-        context = BatchContext.all_of(some.prompts)
+        context = replace(BatchContext.all_of(some.prompts), span=slice(first, length))
         for index, ((site, layer, _), edit, name) in enumerate(zip(edits, edits.values(), read, strict=True)):
             edit_here = _of_prompts(edit, rows, values)
             (before, gradient), by_pattern = gradients[name], site in THROUGH_ATTENTION
@@ -97,7 +103,7 @@ def first_order_effects(
             else:
                 after = edit_here.changes(cfg, context)[name_of(site, layer)](before)
             assert after is not None
-            real = inputs[1][:, None, :, None] if by_pattern else inputs[1][:, :, None, None]
+            real = inputs[1][:, None, :, None] if by_pattern else inputs[1][:, first:, None, None]
             # Not a product with the mask: padding may hold NaN, and 0 times NaN is NaN.
             change = widened((after - before).where(real, 0))
             by_column = torch.einsum(_PRODUCTS[by_pattern], change, gradient.to(change))

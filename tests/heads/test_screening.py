@@ -15,6 +15,7 @@ from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.patch import patch_heads
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
+from align_circuits.run import first_order
 
 TASK = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
 KEYS = ["site", "layer", "head", "positions", "kind", "metric"]
@@ -224,6 +225,27 @@ def test_estimates_and_measured_effects_are_not_mixed(models, clean, corrupted):
     assert len(table.where(estimated=True).top("log_prob", 8)) == 5
     with pytest.raises(ValueError, match=r"has estimated, .* choose one value with \.where\(estimated="):
         _ = table.where(metric="log_prob") - full
+
+
+def test_the_beginning_that_both_prompts_share_needs_no_gradient(models, clean, monkeypatch):
+    taken, firsts = first_order.gradients_at, []
+
+    def gradients_at(*given: Any, first: int, **more: Any) -> Any:
+        firsts.append(first)
+        return taken(*given, first=first, **more)
+
+    monkeypatch.setattr(first_order, "gradients_at", gradients_at)
+    late = clean.select_targets(clean.column("query_pos") >= 20)
+    inputs = late.inputs.clone()
+    inputs[:, 20] = inputs[:, 20].roll(1)
+    pair = ac.Pair(late, replace(late, inputs=inputs))
+    behind = patch_heads(models["llama"], pair, screen=0.1)
+    monkeypatch.setattr(first_order, "first_difference", lambda *_: 0)
+    whole = patch_heads(models["llama"], pair, screen=0.1)
+    assert firsts == [20, 0]
+    numbers, expected = (table.where(metric="log_prob").frame["value"].to_numpy(float) for table in (behind, whole))
+    assert np.abs(expected).max() > 0.001
+    np.testing.assert_allclose(numbers, expected, atol=1e-5)
 
 
 def test_a_screened_sweep_that_is_kept_goes_on(models, clean, corrupted, tmp_path):
