@@ -54,6 +54,10 @@ PROGRESS = r"\A\r|\r\Z|\A(?:\x1b\[A)+\Z"
 COLOURS = r"\x1b\[[0-9;]*m"
 """How the parser of options colours and frames what it prints on a terminal."""
 
+MACHINE = "model and machine options"
+LEFT_OUT = (MACHINE, "task options", "workers options")
+"""The sections of the help of a verb that `--help` leaves out and `--help all` prints."""
+
 OTHERS = {
     "status": "Say how far a run of jobs or a shared sweep is: done, running, failed, time left.",
     "open": "Open the report of a run in the browser, or print its path where there is no display.",
@@ -113,7 +117,7 @@ def _main(arguments: Sequence[str]) -> int:
         return _other(name, options)
     own = options[: options.index("--")] if "--" in options else options  # behind it the options of another verb
     if {"-h", "--help"} & {*own}:
-        print((Path(__file__).parent / "help" / f"{name}.txt").read_text(encoding="utf-8"), end="")
+        print(_help_of(name, everything=[*own, ""][own.index("-h" if "-h" in own else "--help") + 1] == "all"), end="")
         return 0
     verb = parse_verb(name, *options)
     if not gc.isenabled():  # see `uncollected`
@@ -143,6 +147,18 @@ def parse_verb(name: str, *options: str) -> Any:
     with without_boxes():
         verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
         return verb.with_defaults(options)
+
+
+def _help_of(verb: str, *, everything: bool) -> str:
+    """The help of a verb, by default without the sections that few need."""
+    text = (Path(__file__).parent / "help" / f"{verb}.txt").read_text(encoding="utf-8")
+    first, *sections = re.split(r"\n(?= [\w ]+ options\n -)", text)
+    if everything or f" {MACHINE}" not in text:
+        return text
+    shown = [first, *(section for section in sections if section.split("\n")[0].strip() not in LEFT_OUT)]
+    more = {"the model and the machine": "--device", "the translation task": "--x-len", "workers": "--jobs"}
+    parts = "".join(f"\n  of {of} ({option} ...)" for of, option in more.items() if f"  {option} " in text)
+    return "\n".join(shown).rstrip() + f"\n\n{PROGRAM} {verb} --help all also lists the options{parts}\n"
 
 
 def in_options(message: str, verb: Any) -> str:
@@ -176,7 +192,8 @@ def _help(arguments: Sequence[str]) -> int:
         print(f"\n{group}:")
         for name, description in verbs.items():
             print(f"  {name:<10} {description}")
-    print(f"\n{PROGRAM} VERB --help lists the options of a verb; {PROGRAM} --version prints the version.")
+    print(f"\n{PROGRAM} VERB --help lists the options of a verb, --help all every one of them.")
+    print(f"{PROGRAM} --version prints the version.")
     return 0 if arguments else 2
 
 

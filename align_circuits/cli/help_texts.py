@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
-from align_circuits.cli.entry import VERBS, parse_verb
+from align_circuits.cli.entry import MACHINE, VERBS, parse_verb
 
 FOLDER = Path(__file__).parent / "help"
 
@@ -20,6 +20,15 @@ WIDTH = 80
 
 _REFUSED = {"tune": ("--prompts ", "--quantization ")}
 """Options that a verb inherits and refuses, with a line that says why."""
+
+_FIRST = ("-h,", "--model", "--prompts", "--task", "--n", "--targets", "--seed")
+"""The options of a verb that come first: those of the verb itself stand between them and `_LAST`."""
+_LAST = ("--out", "--overwrite,")
+_OF_THE_MACHINE = (
+    *("--tokenizer", "--revision", "--device", "--dtype", "--device-map", "--quantization"),
+    *("--engine", "--batch-size", "--threads", "--parts"),
+)
+"""How a model is read and run: a section of their own, which `--help` leaves out and `--help all` shows."""
 
 _COLUMN = 25
 """Where the text of an option starts."""
@@ -50,7 +59,27 @@ def _tidied(printed: str, verb: str) -> str:
         option = [_metavars(start[1]), start[2] or ""] if start else None
         if option is None:
             lines.append(_metavars(line))
-    return "\n".join(lines)
+    return "\n".join(_in_order(lines))
+
+
+def _in_order(lines: list[str]) -> list[str]:
+    """The lines of a verb that runs a model, with what most people set first; others as they are."""
+    start = lines.index(" options") + 2 if " options" in lines else len(lines)
+    end = next((index for index in range(start, len(lines)) if not lines[index].startswith("  ")), len(lines))
+    blocks: list[list[str]] = []
+    for line in lines[start:end]:
+        if line.startswith("  -"):
+            blocks.append([])
+        blocks[-1].append(line)
+    by_name = {block[0].split()[0]: block for block in blocks}
+    if "--model" not in by_name or "--engine" not in by_name:
+        return lines
+    own = [name for name in by_name if name not in (*_FIRST, *_LAST, *_OF_THE_MACHINE)]
+    shown, machine = (
+        [line for name in names if name in by_name for line in by_name[name]]
+        for names in ((*_FIRST, *own, *_LAST), _OF_THE_MACHINE)
+    )
+    return [*lines[:start], *shown, "", f" {MACHINE}", lines[start - 1], *machine, *lines[end:]]
 
 
 def _metavars(name: str) -> str:

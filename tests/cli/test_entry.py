@@ -43,7 +43,7 @@ def test_a_warning_is_a_line_without_code():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_kept_help_is_that_of_the_parser(verb, capsys):
-    assert main([verb, "--help"]) == 0
+    assert main([verb, "--help", "all"]) == 0
     printed = capsys.readouterr().out
     assert VERBS[verb][:40] in printed
     assert printed == parser_help(verb), "options have changed: python -m align_circuits.cli.help_texts"
@@ -57,6 +57,25 @@ def test_the_line_of_a_file_of_prompts_in_the_help_can_be_read(tmp_path):
     columns, _ = read_jsonl(tmp_path / "prompts.jsonl")
     assert columns == {key: [value] for key, value in line.items()}
     assert {*line["relations"]["finds the name"]["candidates"]} == {*line["positions"]}
+
+
+def test_help_is_short_and_begins_with_the_options_for_own_prompts(capsys):
+    assert main(["patch", "--positions", "all", "--help"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    options = [line.split()[0] for line in lines if line.startswith("  -")]
+    assert options[1:6] == ["--model", "--prompts", "--task", "--n", "--targets"] and options[-2] == "--out"
+    assert len(lines) < 90 and {"--sites", "--metric", "--positions"} < {*options}
+    assert not {"--x-len", "--jobs", "--device"} & {*options}
+    assert lines[-4:-2] == [
+        "align-circuits patch --help all also lists the options",
+        "  of the model and the machine (--device ...)",
+    ]
+    assert main(["patch", "-h", "all"]) == 0
+    everything = re.findall(r"^  (-[-\w]*\w)", capsys.readouterr().out, re.MULTILINE)
+    assert {*options[1:-1], "--x-len", "--jobs", "--device"} < {*everything}
+    assert main(["tune", "--help"]) == 0
+    assert "--lr" in capsys.readouterr().out, "what tune is about is not left out"
 
 
 def test_errors_speak_of_options():
@@ -108,7 +127,7 @@ def test_a_closed_pipe_is_no_error():
 
 
 def test_what_is_piped_has_no_boxes_and_no_control_characters(capsys):
-    main(["score", "--help"])
+    main(["score", "--help", "all"])
     with pytest.raises(SystemExit):
         main(["score", "--hlep"])
     printed = capsys.readouterr()
