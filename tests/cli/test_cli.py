@@ -378,7 +378,8 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
         assert written.provenance.verb == verb
         assert any(line.startswith("prob without an edit: clean ") for line in table.remarks)
         text = html.unescape(re.sub("<[^>]+>", "", page))
-        assert all(line in printed and line in text for line in table.remarks) and "Without an edit" in text
+        assert all(line in printed for line in table.remarks) and "Without an edit" in text
+        assert all(f"{each[0].upper()}{each[1:]}." in text for each in table.where(metric="prob").warnings)
         if verb != "ablate":
             shares = written.normalized().frame["value"]
             np.testing.assert_array_equal(shares, table.normalized().frame["value"])
