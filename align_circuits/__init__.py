@@ -8,14 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from align_circuits.circuits.attribute import attribute_edges as attribute_edges
-    from align_circuits.circuits.attribute import attribute_heads as attribute_heads
     from align_circuits.circuits.direct_effects import direct_logit_attribution as direct_logit_attribution
     from align_circuits.circuits.direct_effects import function_vectors as function_vectors
     from align_circuits.circuits.direct_effects import head_profile as head_profile
+    from align_circuits.circuits.edge_attribution import attribute_edges as attribute_edges
     from align_circuits.circuits.edge_patching import patch_edges as patch_edges
     from align_circuits.circuits.edge_patching import patch_paths as patch_paths
     from align_circuits.circuits.faithful import faithfulness as faithfulness
+    from align_circuits.circuits.head_attribution import attribute_heads as attribute_heads
     from align_circuits.heads.ablate import ablate_heads as ablate_heads
     from align_circuits.heads.ablate import ablation_baseline as ablation_baseline
     from align_circuits.heads.interchange_interventions import interchange_accuracy as interchange_accuracy
@@ -50,10 +50,11 @@ if TYPE_CHECKING:
     __version__: str
 
 _PUBLIC = {
-    "circuits.attribute": ("attribute_edges", "attribute_heads"),
     "circuits.direct_effects": ("direct_logit_attribution", "function_vectors", "head_profile"),
+    "circuits.edge_attribution": ("attribute_edges",),
     "circuits.edge_patching": ("patch_edges", "patch_paths"),
     "circuits.faithful": ("faithfulness",),
+    "circuits.head_attribution": ("attribute_heads",),
     "heads.ablate": ("ablate_heads", "ablation_baseline"),
     "heads.interchange_interventions": ("interchange_accuracy",),
     "heads.localization": ("Localization",),

@@ -29,7 +29,7 @@ import torch
 import align_circuits as ac
 from align_circuits.heads.candidates import chance_of, confounded_roles
 from align_circuits.heads.localization import Localization
-from align_circuits.heads.naming import NamingTests, named_heads
+from align_circuits.heads.role_tests import RoleTests, named_heads
 from align_circuits.jobs.files import replacing
 from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig
 from align_circuits.models.planted.planted_model import DECOYS, OTHER_DECOYS, PlantedModel
@@ -37,7 +37,8 @@ from align_circuits.models.planted.zoo import PUBLIC, zoo_circuit
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
-from align_circuits.tables.intervals import benjamini_hochberg, binomial_interval, t_interval
+from align_circuits.tables.intervals import binomial_interval, t_interval
+from align_circuits.tables.p_values import benjamini_hochberg
 from align_circuits.tables.tables import Table
 from align_circuits.validation.circuits_in_trained_models import trained_task
 from align_circuits.validation.localize_ground_truth import FAMILIES as PROMPTS
@@ -313,7 +314,7 @@ def names_by(found: Localization, *metrics: str) -> set[tuple[tuple[int, int], s
     table = Table(pd.concat([others, rows], ignore_index=True), found.table.provenance)
     tested = found.prompts
     confounded, chance = confounded_roles(tested, roles), chance_of(tested, roles)
-    names = named_heads(NamingTests(table, roles, found.thresholds, confounded, chance), candidates)
+    names = named_heads(RoleTests(table, roles, found.thresholds, confounded, chance), candidates)
     return {(head, role) for role, heads in names.items() for head in heads}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from align_circuits.checks import checked
 from align_circuits.hooks.compat import architectures, bridges
-from align_circuits.hooks.heads import HeadLike, describe, head_of, layers_of
+from align_circuits.hooks.head_names import HeadLike, describe, head_of, layers_of
 from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.names import Site, has_heads_first, is_pattern, name_of
 from align_circuits.hooks.probes import Change, Probes, dry_run

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from align_circuits.hooks.heads import HeadLike, describe, head_of, heads_of
+from align_circuits.hooks.head_names import HeadLike, describe, head_of, heads_of
 
 Reading = Literal["q", "k", "v", "mlp", "logits"]
 """The inputs through which the residual stream is read."""

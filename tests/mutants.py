@@ -48,6 +48,7 @@ CORE = [
     "align_circuits/circuits/*.py",
     "align_circuits/prompts/*.py",
     "align_circuits/tables/intervals.py",
+    "align_circuits/tables/p_values.py",
     "align_circuits/run/*.py",
 ]
 TESTS = [

@@ -15,7 +15,7 @@ from align_circuits.circuits.decomposition import check_same, on_merged_weights,
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.compat import architectures, stored_weights
 from align_circuits.hooks.edits import Patch
-from align_circuits.hooks.heads import HeadLike, heads_of
+from align_circuits.hooks.head_names import HeadLike, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of

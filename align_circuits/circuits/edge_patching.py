@@ -13,7 +13,7 @@ from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import on_merged_weights, residual_edges_of
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.graph import Graph, Sender
-from align_circuits.hooks.heads import HeadLike
+from align_circuits.hooks.head_names import HeadLike
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import on_merged_weights, residual_edges_of
 from align_circuits.hooks.graph import Graph
-from align_circuits.hooks.heads import Head, HeadLike, describe, heads_of
+from align_circuits.hooks.head_names import Head, HeadLike, describe, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.residual_edges import PatchEdges, hook_points, sent_from

@@ -16,7 +16,7 @@ import tyro
 from align_circuits.cli.folders import Results
 from align_circuits.cli.own_task import identity_of_task, load_task
 from align_circuits.hooks.compat import bridges
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
 from align_circuits.models.loading import BUNDLED, load
 from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.models.quantization import Quantization
@@ -24,7 +24,7 @@ from align_circuits.prompts.jsonl import read_jsonl
 from align_circuits.prompts.prompts import WRONG, Prompts
 from align_circuits.report import plots
 from align_circuits.report.page import Section, write_report
-from align_circuits.report.plots.style import kinds_of
+from align_circuits.report.plots.figure_parts import kinds_of
 from align_circuits.run.options import Engine, RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Provenance, Table

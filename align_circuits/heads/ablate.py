@@ -12,7 +12,7 @@ from torch import Tensor
 from align_circuits.checks import checked, listed
 from align_circuits.heads.effects import check_screen, edit_effects
 from align_circuits.hooks.edits import Ablate, AblationBaseline, MeansBy, Patch, default_groups, groups_of
-from align_circuits.hooks.heads import HeadLike, heads_of
+from align_circuits.hooks.head_names import HeadLike, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site, is_pattern, name_of

@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import forward
-from align_circuits.run.memory import check_memory, of_attention
+from align_circuits.run.memory_checks import check_memory, of_attention
 from align_circuits.run.options import RunOptions
 
 

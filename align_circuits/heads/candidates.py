@@ -11,9 +11,9 @@ from numpy import ndarray
 from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place
 from align_circuits.heads.renamed_tokens import redraws_tokens
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.tables.intervals import benjamini_hochberg, p_above_zero
+from align_circuits.tables.p_values import benjamini_hochberg, p_above_zero
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import Task
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from align_circuits.heads.verdicts import ROUNDING, Claim, as_extreme
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
 
 CALIPER = 0.25
 """How far a score may lie from that of the head for which a control is taken."""

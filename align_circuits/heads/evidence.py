@@ -18,11 +18,11 @@ from align_circuits.heads.control_sets import controls_of, first_enough, half_of
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import CONTROL_ROWS, Claim, Verdict, is_large, verdict_of
 from align_circuits.hooks.edits import Ablate
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.head_names import Head, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import WRONG, Prompts
-from align_circuits.run.batching import CPU_TOKENS
+from align_circuits.run.batch_sizes import CPU_TOKENS
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import CHOICE_ACCURACY, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.provenance import Provenance

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from align_circuits.heads.naming import NamingTests
 from align_circuits.heads.patch import patch_heads
-from align_circuits.hooks.heads import Head, describe, heads_of
+from align_circuits.heads.role_tests import RoleTests
+from align_circuits.hooks.head_names import Head, describe, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
@@ -86,7 +86,7 @@ def effects_of_others(model: HookedModel, pair: Pair, patched: Table, options: R
 
 
 def unnamed_heads(
-    tests: NamingTests, heads_by_role: Mapping[str, Sequence[Head]], effects: Table, hopeless: Collection[str] = ()
+    tests: RoleTests, heads_by_role: Mapping[str, Sequence[Head]], effects: Table, hopeless: Collection[str] = ()
 ) -> tuple[UnnamedHead, ...]:
     """Returns the heads without a role that stand out, those of large effect first, then by their scores.
 

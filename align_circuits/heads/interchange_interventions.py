@@ -12,7 +12,7 @@ from torch import Tensor
 
 from align_circuits.checks import checked
 from align_circuits.hooks.edits import Edit, Patch, edits_provenance
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.head_names import Head, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HeadSite

@@ -17,7 +17,7 @@ from align_circuits.heads.localization_rows import named_head_rows, verdict_rows
 from align_circuits.heads.redundant_heads import RedundantHead
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict
-from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.head_names import Head, describe
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import rendered
 from align_circuits.run.target_metrics import CHOICE_ACCURACY

@@ -6,7 +6,7 @@ import numpy as np
 
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict
-from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.head_names import Head, describe
 from align_circuits.tables.tables import Table
 
 MISSING = "–"

@@ -22,11 +22,11 @@ from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, ju
 from align_circuits.heads.heads_without_role import effects_of_others, unnamed_heads
 from align_circuits.heads.interchange_interventions import answers_differ, interchange_accuracy
 from align_circuits.heads.localization import Example, Localization, TaskFacts
-from align_circuits.heads.naming import NamingTests, diffuse_aligners, named_heads
 from align_circuits.heads.one_pass import score_and_test
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.permutation_tests import smallest_p_values
 from align_circuits.heads.redundant_heads import RedundantHeadSearch
+from align_circuits.heads.role_tests import RoleTests, diffuse_aligners, named_heads
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.hooked_model import HookedModel
@@ -34,7 +34,7 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.edited_runs import shared_runs
-from align_circuits.run.memory import check_memory, of_sweeps
+from align_circuits.run.memory_checks import check_memory, of_sweeps
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task, first_half
@@ -166,7 +166,7 @@ def localize(
         families = [candidates, diffuse]
         table = evidence_table(scores, control, p, families, mattered, ablation_effects, patching_effects, provenance)
 
-        tests = NamingTests(table, roles, thresholds, confounded_roles(tested, roles), chance)
+        tests = RoleTests(table, roles, thresholds, confounded_roles(tested, roles), chance)
         heads_by_role = named_heads(tests, candidates)
         aligners = diffuse_aligners(tests, [*candidates, *diffuse], heads_by_role)
         named = sorted({head for of_role in heads_by_role.values() for head in of_role})

@@ -13,7 +13,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.heads.effects import check_screen, edit_effects
 from align_circuits.hooks.edits import Patch, edits_provenance
-from align_circuits.hooks.heads import Head, HeadLike, heads_of, shared_at
+from align_circuits.hooks.head_names import Head, HeadLike, heads_of, shared_at
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site

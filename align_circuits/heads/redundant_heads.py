@@ -16,7 +16,7 @@ from align_circuits.heads.renamed_tokens import redraws_tokens
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.edits import Ablate, Edit
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions

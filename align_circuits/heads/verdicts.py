@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.head_names import Head, describe
 from align_circuits.tables.tables import Table
 
 Claim = Literal["necessary", "sufficient"]

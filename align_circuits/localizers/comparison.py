@@ -9,7 +9,7 @@ from numpy import ndarray
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from align_circuits.hooks.edits import Patch
-from align_circuits.hooks.heads import heads_of
+from align_circuits.hooks.head_names import heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import TargetMetrics

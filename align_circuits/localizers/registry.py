@@ -1,12 +1,12 @@
 """Methods by name: those of this package, and those that other packages register.
 
-A package registers a function `(model, pair) -> scores` (`methods.Localizer`) under the entry-point group
-`align_circuits.localizers`, in its `pyproject.toml`:
+A package registers a function `(model, pair) -> scores` (`benchmarked_head_methods.Localizer`) under the entry-point
+group `align_circuits.localizers`, in its `pyproject.toml`:
 
     [project.entry-points."align_circuits.localizers"]
     my-method = "my_package.module:function"
 
-One that finds edges (`edge_methods.EdgeLocalizer`) goes into the group `align_circuits.edge_localizers`.
+One that finds edges (`benchmarked_edge_methods.EdgeLocalizer`) goes into the group `align_circuits.edge_localizers`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ import numpy as np
 
 from align_circuits.checks import described
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.localizers.edge_methods import EDGE_METHODS, EdgeLocalizer
-from align_circuits.localizers.methods import METHODS, Localizer, Scores
+from align_circuits.localizers.benchmarked_edge_methods import EDGE_METHODS, EdgeLocalizer
+from align_circuits.localizers.benchmarked_head_methods import METHODS, Localizer, Scores
 from align_circuits.run.pairs import Pair
 
 GROUP, EDGE_GROUP = "align_circuits.localizers", "align_circuits.edge_localizers"

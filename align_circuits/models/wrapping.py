@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.hooks.compat import bridges, fused_projections, stored_weights, user_code
-from align_circuits.hooks.heads import shared_at
+from align_circuits.hooks.head_names import shared_at
 from align_circuits.hooks.names import HEAD_SITES, Site, name_of
 from align_circuits.hooks.probes import evaluating
 from align_circuits.models.folder_checks import one_line

@@ -10,9 +10,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.heads.permutation_tests import p_values
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
+from align_circuits.localizers.benchmarked_head_methods import FEW, METHODS, named_in
 from align_circuits.localizers.comparison import FRACTIONS, agreement, head_faithfulness, names_agreement
-from align_circuits.localizers.methods import FEW, METHODS, named_in
 from align_circuits.localizers.registry import scores_of
 from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, ROLE_OF_KIND, PlantedModel
 from align_circuits.models.planted.zoo import HELD_OUT, PUBLIC, zoo_circuit

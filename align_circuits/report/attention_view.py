@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from align_circuits.heads.attention import attention_from
-from align_circuits.hooks.heads import Head, HeadLike, describe, head_of, heads_of
+from align_circuits.hooks.head_names import Head, HeadLike, describe, head_of, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation

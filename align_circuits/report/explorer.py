@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from align_circuits.checks import checked
-from align_circuits.hooks.heads import HeadLike, heads_of
+from align_circuits.hooks.head_names import HeadLike, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.parameters import check_fits

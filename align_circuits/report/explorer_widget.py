@@ -13,7 +13,7 @@ from torch import Tensor
 from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.attention import attention_from
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit
-from align_circuits.hooks.heads import Head, HeadLike, describe, head_of
+from align_circuits.hooks.head_names import Head, HeadLike, describe, head_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import Html, readable, rendered

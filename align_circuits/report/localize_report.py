@@ -20,13 +20,13 @@ from align_circuits.heads.interchange_interventions import HEAD
 from align_circuits.heads.localization import Localization, unnamed_sentences
 from align_circuits.heads.localization_rows import formatted, named_head_rows, verdict_rows, with_values
 from align_circuits.heads.verdicts import Verdict
-from align_circuits.hooks.heads import describe
+from align_circuits.hooks.head_names import describe
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.prompts.token_html import Html, rendered
 from align_circuits.report import plots
 from align_circuits.report.attention_view import AttentionView
 from align_circuits.report.page import Content, Section, legend_of, write_report
-from align_circuits.report.plots.style import kinds_of
+from align_circuits.report.plots.figure_parts import kinds_of
 from align_circuits.tables.baselines import CHANCE, CLEAN, CORRUPTED
 from align_circuits.tables.tables import FILES, PER_PROMPT, Table
 
@@ -40,7 +40,7 @@ MAX_UNNAMED = 15
 """Heads without a role that are in sight, those of largest effect first; the others are folded."""
 
 _TEXTS = tomllib.loads(
-    files("align_circuits.report").joinpath("templates/localization_texts.toml").read_text(encoding="utf-8")
+    files("align_circuits.report").joinpath("templates/localization_notes.toml").read_text(encoding="utf-8")
 )
 
 

@@ -17,7 +17,7 @@ from align_circuits.hooks.probes import Change
 from align_circuits.hooks.replay import Replay
 from align_circuits.models.parameters import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.batching import fitting_prompts, in_batches
+from align_circuits.run.batch_sizes import fitting_prompts, in_batches
 from align_circuits.run.edited_runs import replaying
 from align_circuits.run.forward_pass import Batch, OnLogits, OnPattern, check_logits, check_rows, forward, widened
 from align_circuits.run.options import RunOptions

@@ -21,7 +21,7 @@ from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, first_difference, order_of, starts_from
 from align_circuits.models.parameters import check_fits, device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.batching import NUMBERS_CACHED, fitting_tokens, in_batches
+from align_circuits.run.batch_sizes import NUMBERS_CACHED, fitting_tokens, in_batches
 from align_circuits.run.forward_pass import (
     Batch,
     capture,

@@ -21,7 +21,7 @@ from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
 from align_circuits.hooks.replay import Replay
 from align_circuits.models.parameters import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.batching import fitting_prompts, in_batches, is_padded_float64
+from align_circuits.run.batch_sizes import fitting_prompts, in_batches, is_padded_float64
 from align_circuits.run.options import RunOptions
 
 OnPattern = Callable[[Int[Tensor, " row"], int, Float[Tensor, "row head pos"]], None]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
-from scipy.special import betaincinv, expit, logit, stdtr, stdtrit
+from scipy.special import betaincinv, expit, logit, stdtrit
 
 COVERAGE = 0.95
 """The coverage of every interval in the package."""
@@ -71,16 +71,16 @@ def mean_interval(
     """
     if values.shape[1] == 0:
         raise ValueError("no prompts, so no interval: give at least one")
-    mean, errors, prompts = weighted_mean(values, weights), *_jackknife(values, weights)
-    shares = _shares(weights)
+    mean, errors, prompts = weighted_mean(values, weights), *jackknife(values, weights)
+    shares = weight_shares(weights)
     if minus is not None:
-        other_errors, other_prompts = _jackknife(*minus)
+        other_errors, other_prompts = jackknife(*minus)
         mean, prompts = mean - weighted_mean(*minus), np.fmin(prompts, other_prompts)
         # By how much a row's own mean rises where the difference rises by 1.
         of_difference = errors - other_errors
         square = (of_difference**2).sum(1)
         slope = np.divide((errors * of_difference).sum(1), square, out=np.zeros(len(square)), where=square > 0)[:, None]
-        errors, shares = of_difference, slope * shares + (1 - slope) * _shares(minus[1])
+        errors, shares = of_difference, slope * shares + (1 - slope) * weight_shares(minus[1])
     return _skewed_t(mean, errors, shares, prompts)
 
 
@@ -109,10 +109,10 @@ def proportion(
     """
     if values.shape[1] == 0:
         raise ValueError("no prompts, so no interval: give at least one")
-    mean, (errors, prompts) = weighted_mean(values, weights), _jackknife(values, weights)
+    mean, (errors, prompts) = weighted_mean(values, weights), jackknife(values, weights)
     counts = (weights > 0).sum(1)
     reach = TAILS[0] ** (1 / np.maximum(counts, 1))
-    low, high = _skewed_t(mean, errors, _shares(weights), prompts, odds=True)
+    low, high = _skewed_t(mean, errors, weight_shares(weights), prompts, odds=True)
     same, share, differ = _majority(values, weights)  # of the prompts with other values: their share and their number
     u = betaincinv(prompts * share + 1, prompts * (1 - share), TAILS[1])
     alike = (2 * differ < counts) & ((differ == 1) | (same > 0) & (same < 1))
@@ -239,47 +239,16 @@ def ratio(
         without = (weighted[:-1].sum(1, keepdims=True) - weighted[:-1]) / (weighted[-1].sum() - weighted[-1])
         shares = weighted[-1:] / weighted[-1].sum()
     errors = np.where(weights > 0, ratios[:, None] - without, 0) * _share_of_variance(wide[:1])
-    return ratios, *_skewed_t(ratios, errors, shares, _jackknife(rows, wide)[1][:-1])
+    return ratios, *_skewed_t(ratios, errors, shares, jackknife(rows, wide)[1][:-1])
 
 
-def p_above_zero(values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:
-    """Returns the one-sided p-value of each row's mean over prompts: of no mean above 0 in the population.
-
-    The test that `mean_interval` inverts: p is at most .025 exactly where the lower end is above 0. Where all n prompts
-    agree there is no spread to judge by, and p is that of the sign test, 2^-n, if they lie above 0. 1 for a row with
-    weight in fewer than two prompts.
-
-    Args:
-        values: As for `mean_interval`.
-        weights: As for `mean_interval`.
-    """
-    mean, (errors, prompts) = weighted_mean(values, weights), _jackknife(values, weights)
-    error = np.linalg.norm(errors, axis=1)
-    spread = error > 1e-12 * np.abs(mean)  # but for rounding
-    t = np.divide(mean, error, out=np.zeros(len(mean)), where=spread)
-    relative = np.divide(errors, error[:, None], out=np.zeros(errors.shape), where=spread[:, None])
-    skew, pull = (relative**3).sum(1), (relative * _shares(weights)).sum(1)
-    bends = np.stack([skew, skew - 3 * pull])
-    p = stdtr(np.maximum(prompts - 1, 1), -(t + bends * t**2 / 3 + bends**2 * t**3 / 27 + skew / 6)).max(0)
-    alike = np.where(mean > 0, 0.5 ** (weights > 0).sum(1), 1.0)
-    several = prompts > 1 + 1e-9  # (Σw)²/Σw² of one prompt is 1 but for rounding
-    return np.where(several, np.where(spread, p, alike), 1.0)
-
-
-def benjamini_hochberg(p: Float[ndarray, " test"]) -> Float[ndarray, " test"]:
-    """Returns the smallest false discovery rate at which each test is a discovery (Benjamini and Hochberg, 1995)."""
-    order = p.argsort()[::-1]  # scipy.stats has this too, but takes .3 s to import
-    q = p[order] * len(p) / np.arange(len(p), 0, -1)
-    # From the largest p down, so that no larger p has a smaller q.
-    return np.minimum.accumulate(q)[order.argsort()]
-
-
-def _jackknife(
+def jackknife(
     values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]
 ) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, " row"]]:
-    """How far the mean lies from that without each prompt, and the number of prompts of equal weight (NaN without any).
+    """Returns how far each row's mean lies from that without each prompt, and the number of prompts of equal weight.
 
-    The former are scaled so that their squares sum to the variance of the mean; they are 0 without weight.
+    The former are scaled so that their squares sum to the variance of the mean; they are 0 for a prompt without weight.
+    The number is (Σw)²/Σw² (Kish, 1965); NaN for a row without any weight.
     """
     total, squares = weights.sum(1), (weights**2).sum(1)
     equal = np.divide(total**2, squares, out=np.full(len(values), np.nan), where=squares > 0)
@@ -287,6 +256,12 @@ def _jackknife(
     rest = total[:, None] - weights
     moved = np.divide(_weighted(values, weights) - mean * weights, rest, out=np.zeros(values.shape), where=rest > 0)
     return moved * _share_of_variance(weights)[:, None], equal
+
+
+def weight_shares(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, "row prompt"]:
+    """Returns each prompt's share of its row's weight; 0 in a row without any."""
+    total = weights.sum(1, keepdims=True)
+    return np.divide(weights, total, out=np.zeros(weights.shape), where=total > 0)
 
 
 def _majority(
@@ -297,7 +272,7 @@ def _majority(
     ordered = np.sort(np.where(weights > 0, values, np.inf), axis=1)
     same = np.take_along_axis(ordered, np.maximum(counts - 1, 0)[:, None] // 2, axis=1)
     differ = (weights > 0) & ~(np.abs(values - same) <= 1e-9)  # but for rounding; negated, so that NaN differs
-    return same[:, 0], (_shares(weights) * differ).sum(1), differ.sum(1)
+    return same[:, 0], (weight_shares(weights) * differ).sum(1), differ.sum(1)
 
 
 def _betting_low(
@@ -328,12 +303,6 @@ def _betting_low(
     ends = floor.astype(float)
     ends[rows] = low
     return ends
-
-
-def _shares(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, "row prompt"]:
-    """Each prompt's share of its row's weight; 0 in a row without any."""
-    total = weights.sum(1, keepdims=True)
-    return np.divide(weights, total, out=np.zeros(weights.shape), where=total > 0)
 
 
 def _share_of_variance(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.tokenizer import char_tokenizer

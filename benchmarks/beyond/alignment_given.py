@@ -11,7 +11,7 @@ import torch
 
 from align_circuits.checks import Tokenizer
 from align_circuits.hooks.edits import Clamp, edits_provenance
-from align_circuits.hooks.heads import Head, describe, heads_of
+from align_circuits.hooks.head_names import Head, describe, heads_of
 from align_circuits.jobs.code_versions import code_version
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.tuned_models import PAPER_ICA, SMOKE, SMOKE_TASK, TASK, TOY, Arm, loaded, of_tuned

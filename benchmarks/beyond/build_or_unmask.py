@@ -14,7 +14,7 @@ from align_circuits.heads.effects import effects_table
 from align_circuits.heads.localization import Localization
 from align_circuits.heads.localize_heads import localize
 from align_circuits.hooks.edits import Clamp
-from align_circuits.hooks.heads import describe, heads_of
+from align_circuits.hooks.head_names import describe, heads_of
 from align_circuits.papers.claims import Check, Claim, checks_of
 from align_circuits.papers.icatune.tuned_models import (
     FRESH,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from align_circuits.beyond.forced_attention import with_relation_back
 from align_circuits.hooks.edits import Clamp, Edit
-from align_circuits.hooks.heads import heads_of
+from align_circuits.hooks.head_names import heads_of
 from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, checks_of
 from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, on_one_thread

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Clamp, Edit
-from align_circuits.hooks.heads import heads_of
+from align_circuits.hooks.head_names import heads_of
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import About, Experiment, Inputs, Measurement
 from align_circuits.papers.recall.figures import gpt2_models as gpt2

@@ -27,7 +27,7 @@ from align_circuits.beyond.alignment_given import EveryExample
 from align_circuits.checks import Tokenizer
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import BatchContext, Clamp, Edit, changes_of
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.head_names import Head, heads_of
 from align_circuits.hooks.replay import Replay, starts_from
 from align_circuits.jobs.identity import identity_of
 from align_circuits.models.parameters import model_identity

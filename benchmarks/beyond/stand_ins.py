@@ -33,7 +33,7 @@ from align_circuits.beyond.prosthesis import (
 )
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Clamp, Edit
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.head_names import Head, heads_of
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.tuned_models import SMOKE_TASK, SMOLLM2_TASK, TASK, loaded
 from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study, seed_dots

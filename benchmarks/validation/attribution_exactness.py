@@ -14,7 +14,7 @@ from numpy import ndarray
 from scipy.stats import spearmanr
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from align_circuits.circuits.attribute import EdgeMethod, attribute_edges
+from align_circuits.circuits.edge_attribution import EdgeMethod, attribute_edges
 from align_circuits.circuits.edge_patching import patch_edges
 from align_circuits.circuits.faithful import circuit_model_distance, circuit_performance_ratio, faithfulness
 from align_circuits.models.loading import load

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.localizers.methods import METHODS
+from align_circuits.localizers.benchmarked_head_methods import METHODS
 from align_circuits.models.planted.planted_model import CIRCUIT_ROLES
 from align_circuits.models.planted.zoo import alignment_seed
 from align_circuits.papers.claims import Claim

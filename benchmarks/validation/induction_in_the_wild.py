@@ -23,7 +23,7 @@ from align_circuits.heads.control_sets import score_matched
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate, Edit
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.head_names import Head, heads_of
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study, stored
 from align_circuits.papers.statistics import mean_of, value_of

@@ -13,8 +13,8 @@ import plotly.graph_objects as go
 
 from align_circuits.circuits.faithful import circuit_model_distance, circuit_performance_ratio, faithfulness
 from align_circuits.hooks.graph import Graph, Receiver, Sender
+from align_circuits.localizers.benchmarked_edge_methods import CUTS, EDGE_METHODS
 from align_circuits.localizers.comparison import agreement, names_agreement
-from align_circuits.localizers.edge_methods import CUTS, EDGE_METHODS
 from align_circuits.localizers.registry import edge_localizer
 from align_circuits.models.planted.circuit_parts import CONTENT
 from align_circuits.models.planted.planted_model import CIRCUIT_KINDS, PlantedModel

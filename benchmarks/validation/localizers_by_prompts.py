@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from align_circuits.localizers.benchmarked_head_methods import ON_ALL_PROMPTS
 from align_circuits.localizers.comparison import agreement
-from align_circuits.localizers.methods import ON_ALL_PROMPTS
 from align_circuits.localizers.registry import scores_by_role
 from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, ROLE_OF_KIND
 from align_circuits.models.planted.zoo import zoo_circuit

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from align_circuits.checks import checked
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.head_names import Head, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
 from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig, check_fits

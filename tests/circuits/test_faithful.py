@@ -11,7 +11,7 @@ import torch
 from refusals import refused
 
 import align_circuits as ac
-from align_circuits.circuits.attribute import attribute_edges
+from align_circuits.circuits.edge_attribution import attribute_edges
 from align_circuits.circuits.faithful import (
     FRACTIONS,
     _drawn,

@@ -15,7 +15,7 @@ from measured import table_of
 from plotly.offline import get_plotlyjs
 
 import align_circuits as ac
-from align_circuits.cli import effects, main
+from align_circuits.cli import effect_verb, main
 from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
 from align_circuits.cli.verb import PromptVerb
 from align_circuits.report.page import MAX_BYTES, packed
@@ -477,13 +477,15 @@ def test_larger_effects_in_the_other_direction_are_named():
     rows = [{"level": "head", "layer": 0, "head": head, "metric": "a"} for head in range(len(values))]
     frame = pd.DataFrame(rows).assign(n=4, **dict(zip(("value", "low"), zip(*values, strict=True), strict=True)))
     frame["high"] = 2 * frame["value"] - frame["low"]
-    best, against = effects.best_of(Table(frame, Provenance("patch")), "a").split(". In the other direction: ")
+    best, against = effect_verb.best_of(Table(frame, Provenance("patch")), "a").split(". In the other direction: ")
     zeros = frame.assign(low=-1.0, high=1.0, value=[0.01] * 8)
-    assert effects.best_of(Table(zeros, Provenance("patch")), "a").startswith(
+    assert effect_verb.best_of(Table(zeros, Provenance("patch")), "a").startswith(
         "none with an interval that leaves out 0, nearest"
     )
     shared = pd.concat([frame, frame[frame["head"] == 0].assign(head=8)])
-    assert effects.best_of(Table(shared, Provenance("patch")), "a").count("5.00 [") == 1, "of heads with one key head"
+    assert effect_verb.best_of(Table(shared, Provenance("patch")), "a").count("5.00 [") == 1, (
+        "of heads with one key head"
+    )
     assert re.findall("H.", best) == ["H0", "H1", "H2", "H3", "H4"] and against == "L0H5 -2.50 [-3.00, -2.00]"
 
 

@@ -9,7 +9,7 @@ import pytest
 import align_circuits as ac
 from align_circuits.heads import heads_without_role as module
 from align_circuits.heads.heads_without_role import UnnamedHead, effects_of_others, unnamed_heads
-from align_circuits.heads.naming import NamingTests
+from align_circuits.heads.role_tests import RoleTests
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.tables.provenance import Provenance
 
@@ -65,7 +65,7 @@ def test_what_stands_out():
         if value is not None
     ]
     frame = pd.DataFrame(rows, columns=["head", "role", "metric", "value"]).assign(layer=0, low=0.0, high=1.0, n=4)
-    tests = NamingTests(ac.Table(frame, Provenance("localize")), ["a", "b"], Thresholds())
+    tests = RoleTests(ac.Table(frame, Provenance("localize")), ["a", "b"], Thresholds())
     effect = {0: 1.0, 1: -0.9, 2: 0.0, 3: 2.0, 4: 0.0, 5: 1.0, 6: 1.0, 7: 0.39}
     noise = np.array([0.01, -0.01, 0.02, -0.02])
     values = np.array([value + noise * (500 if head == 6 else 1) for head, value in effect.items()])

@@ -12,7 +12,7 @@ import align_circuits as ac
 from align_circuits.heads import localize_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.report import save_localization
-from align_circuits.tables.intervals import benjamini_hochberg
+from align_circuits.tables.p_values import benjamini_hochberg
 from align_circuits.validation.localize_ground_truth import of_random
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)

@@ -15,7 +15,7 @@ from transformer_lens import patching
 
 import align_circuits as ac
 from align_circuits.heads.patch import patch_heads, position_groups
-from align_circuits.hooks.heads import heads_of
+from align_circuits.hooks.head_names import heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.pairs import check_pair

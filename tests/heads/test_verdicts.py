@@ -10,7 +10,7 @@ from scipy.special import stdtr
 
 import align_circuits as ac
 from align_circuits.heads.candidates import attending, attending_diffusely, causal_p_values, corrected
-from align_circuits.heads.naming import NamingTests, diffuse_aligners, named_heads
+from align_circuits.heads.role_tests import RoleTests, diffuse_aligners, named_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict, verdict_of
 from align_circuits.tables.provenance import Provenance
@@ -102,7 +102,7 @@ def test_what_names_a_candidate_and_what_is_said_of_another(change, failed):
     rows += [("induction", "attention", 2, found["attention of induction"], None), ("previous", "attention", 2, 0.9, 0)]
     candidates = [((1, 2), "lookup"), ((1, 2), "previous")]
     roles, table = ["lookup", "induction"], table_of(*rows)
-    tests = NamingTests(table, roles, Thresholds())
+    tests = RoleTests(table, roles, Thresholds())
     assert named_heads(tests, candidates) == {"lookup": () if failed else ((1, 2),), "induction": ()}
     assert tests.failed((1, 2), "lookup") == ((failed,) if failed else ())
 
@@ -114,7 +114,7 @@ def test_named_heads_come_best_first():
         for metric, value in {**FOUND, "score": score}.items()
     ]
     candidates = [((1, head), "lookup") for head in range(3)]
-    assert named_heads(NamingTests(table_of(*rows), ["lookup"], Thresholds()), candidates)["lookup"] == (
+    assert named_heads(RoleTests(table_of(*rows), ["lookup"], Thresholds()), candidates)["lookup"] == (
         (1, 1),
         (1, 2),
         (1, 0),
@@ -126,7 +126,7 @@ def test_an_aligner_at_one_distance_needs_the_control_and_a_diffuse_one_is_told_
     found = [{**FOUND, "attention": attention} for attention in (0.3, 0.05)]
     rows = [(role, metric, head, of_head[metric], 0.001) for head, of_head in enumerate(found) for metric in of_head]
     candidates: Any = [((1, 0), role), ((1, 1), role)]
-    tests = NamingTests(table_of(*rows), [role], needed)
+    tests = RoleTests(table_of(*rows), [role], needed)
     named = named_heads(tests, candidates)
     assert named == {role: ((1, 0),)}
     assert diffuse_aligners(tests, candidates, named) == {role: ((1, 1),)}

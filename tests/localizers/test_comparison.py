@@ -7,7 +7,7 @@ import pytest
 from refusals import refused
 
 import align_circuits as ac
-from align_circuits.hooks.heads import heads_of
+from align_circuits.hooks.head_names import heads_of
 from align_circuits.localizers.comparison import agreement, head_faithfulness, names_agreement
 from align_circuits.tasks.task import exchanged
 

@@ -16,7 +16,7 @@ import pytest
 import align_circuits as ac
 from align_circuits.heads.evidence import Evidence
 from align_circuits.heads.localization import Example, TaskFacts
-from align_circuits.hooks.heads import describe
+from align_circuits.hooks.head_names import describe
 from align_circuits.papers.claims import Check, checks_html
 from align_circuits.papers.statistics import Measured
 from align_circuits.report import page as report

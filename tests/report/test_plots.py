@@ -13,7 +13,7 @@ import torch
 from refusals import raised, refused
 
 import align_circuits as ac
-from align_circuits.hooks.heads import describe
+from align_circuits.hooks.head_names import describe
 from align_circuits.report import plots as typed_plots
 from align_circuits.report.plots import pictures
 from align_circuits.tables.provenance import Provenance

@@ -21,7 +21,7 @@ from align_circuits.prompts.token_html import Html, readable, rendered
 from align_circuits.report import plots as typed_plots
 from align_circuits.report.localize_report import _sections
 from align_circuits.report.page import Section, write_report
-from align_circuits.report.plots.style import plain
+from align_circuits.report.plots.figure_parts import plain
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
 

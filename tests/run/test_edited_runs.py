@@ -27,7 +27,7 @@ from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltMLP
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import Relation
-from align_circuits.run import batching, edited_runs
+from align_circuits.run import batch_sizes, edited_runs
 from align_circuits.run.edited_runs import run_edited
 
 LLAMA3 = {
@@ -207,7 +207,7 @@ def replayed(model: Any, prompts: Prompts, edit_sets: Any, rows: Any, atol: floa
     expected, ran = logits_of(model, prompts, edit_sets, rows, source=source, engine="reference")
     assert ran == "reference"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "CPU_TOKENS", options.pop("tokens", batching.CPU_TOKENS))
+        patch.setattr(batch_sizes, "CPU_TOKENS", options.pop("tokens", batch_sizes.CPU_TOKENS))
         found, ran = logits_of(model, prompts, edit_sets, rows, **options)
     assert ran == "replay"
     torch.testing.assert_close(found, expected, atol=atol * max(1.0, float(expected.abs().max())), rtol=0)

@@ -85,19 +85,6 @@ def test_the_interval_is_that_of_a_loop_over_prompts_left_out(prompts, seed, pai
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(2, 9), st.integers(0, 99))
-def test_a_p_value_is_where_the_interval_ends(prompts, seed):
-    values, weights = drawn(1, prompts, seed)
-    weights[:, :2] += 1
-    for sign in (1, -1):
-        (low,), _ = stats.mean_interval(sign * values, weights)
-        assert stats.p_above_zero(sign * values - low, weights) == pytest.approx([0.025], rel=1e-3)
-    alike = np.array([[0.1] * prompts, [-0.1] * prompts, [0.0] * prompts])
-    assert stats.p_above_zero(alike, np.ones(alike.shape)).tolist() == [0.5**prompts, 1, 1]
-    assert stats.p_above_zero(values, np.eye(1, prompts)).tolist() == [1], "one prompt shows no spread"
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(2, 9), st.integers(0, 99))
 def test_the_interval_of_a_proportion_is_hall_s_in_log_odds(prompts, seed):
     values, weights = drawn(1, prompts, seed)
     weights[:, :2] += 1

@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from align_circuits.localizers.methods import METHODS
+from align_circuits.localizers.benchmarked_head_methods import METHODS
 from align_circuits.models.planted.planted_model import CIRCUIT_ROLES
 from align_circuits.papers.localizer_zoo import BY_SCORE, overview
 from align_circuits.tables.provenance import Provenance

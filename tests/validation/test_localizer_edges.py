@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from align_circuits.localizers.edge_methods import EDGE_METHODS
+from align_circuits.localizers.benchmarked_edge_methods import EDGE_METHODS
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
 from align_circuits.validation.localizer_edges import EDGE_ZOO, Edges, overview

@@ -7,7 +7,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from align_circuits.hooks.graph import Graph, Receiver, Sender
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
 from align_circuits.models.planted.head_builder import HeadSpec, ReLUUnits, Subspaces
 
 Coordinates = Bool[Tensor, " d_model"]

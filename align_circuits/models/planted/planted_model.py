@@ -11,7 +11,7 @@ import torch
 
 from align_circuits.checks import checked
 from align_circuits.hooks.graph import Graph
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
 from align_circuits.models.planted import circuit_parts
 from align_circuits.models.planted.edges import used_edges
 from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig, check_fits

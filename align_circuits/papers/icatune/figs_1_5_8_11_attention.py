@@ -13,7 +13,7 @@ from torch import Tensor
 from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate
-from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.head_names import Head, describe
 from align_circuits.hooks.names import name_of
 from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.papers.claims import Claim

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from align_circuits.heads.score import score_heads
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
 from align_circuits.jobs.code_versions import code_version
 from align_circuits.models.loading import load
 from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, training_folder

@@ -8,11 +8,12 @@ from align_circuits.report.attention_view import EARLIER, AttentionView, attenti
 from align_circuits.report.plots.accuracy_figures import ablation, accuracy, accuracy_grids
 from align_circuits.report.plots.attention_figures import attention_course, attention_maps
 from align_circuits.report.plots.circuit_figures import edge_map, faithfulness
+from align_circuits.report.plots.colours import COLOURS, DIVERGING, SEQUENTIAL
 from align_circuits.report.plots.curve_figures import curves, dots
+from align_circuits.report.plots.figure_parts import styled
 from align_circuits.report.plots.head_figures import head_map, head_maps, top_heads
 from align_circuits.report.plots.pictures import save
 from align_circuits.report.plots.position_figures import position_map
-from align_circuits.report.plots.style import COLOURS, DIVERGING, SEQUENTIAL, styled
 
 __all__ = [
     "COLOURS",

@@ -9,11 +9,9 @@ import plotly.graph_objects as go
 
 from align_circuits.checks import checked
 from align_circuits.prompts.prompts import REFERENCES
-from align_circuits.report.plots.style import (
-    COLOURS,
-    GREY,
+from align_circuits.report.plots.colours import COLOURS, GREY, SYMBOLS
+from align_circuits.report.plots.figure_parts import (
     SHARES,
-    SYMBOLS,
     cells,
     coloured,
     kinds_of,

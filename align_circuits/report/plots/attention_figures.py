@@ -7,9 +7,9 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from align_circuits.hooks.heads import describe
+from align_circuits.hooks.head_names import describe
 from align_circuits.report.attention_view import AttentionView
-from align_circuits.report.plots.style import cells, coloured, panel_grid, plain_list, rings, styled
+from align_circuits.report.plots.figure_parts import cells, coloured, panel_grid, plain_list, rings, styled
 
 
 def attention_maps(attention: AttentionView, relation: str | None = None, title: str = "") -> go.Figure:

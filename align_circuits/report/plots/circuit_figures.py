@@ -8,9 +8,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.checks import checked
-from align_circuits.report.plots.style import (
-    GREY,
-    RING,
+from align_circuits.report.plots.colours import GREY, RING
+from align_circuits.report.plots.figure_parts import (
     cells,
     coloured,
     interval_grids,

@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.report.plots.style import COLOURS, SHARES, marker, panel_grid, plain, plain_list, points, styled
+from align_circuits.report.plots.colours import COLOURS
+from align_circuits.report.plots.figure_parts import SHARES, marker, panel_grid, plain, plain_list, points, styled
 
 
 def curves(

@@ -7,12 +7,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from align_circuits.checks import checked, listed
-from align_circuits.hooks.heads import HeadLike, head_of
-from align_circuits.report.plots.style import (
-    BLANK,
+from align_circuits.hooks.head_names import HeadLike, head_of
+from align_circuits.report.plots.colours import BLANK, COLOURS, NOTED
+from align_circuits.report.plots.figure_parts import (
     CAPTIONS,
-    COLOURS,
-    NOTED,
     SHARES,
     UNITS,
     cells,

@@ -11,7 +11,8 @@ from plotly.subplots import make_subplots
 from align_circuits.checks import checked
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import readable
-from align_circuits.report.plots.style import BLANK, UNITS, cells, coloured, interval_grids, plain, plain_list, styled
+from align_circuits.report.plots.colours import BLANK
+from align_circuits.report.plots.figure_parts import UNITS, cells, coloured, interval_grids, plain, plain_list, styled
 from align_circuits.tables.tables import Table
 
 WITHOUT_LAYER = "-"

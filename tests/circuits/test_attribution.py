@@ -13,8 +13,9 @@ from effects_by_hand import by_edge
 from frozen import Twin, of_lengths
 
 import align_circuits as ac
-from align_circuits.circuits.attribute import attribute_edges, attribute_heads
+from align_circuits.circuits.edge_attribution import attribute_edges
 from align_circuits.circuits.edge_patching import patch_edges, patch_paths
+from align_circuits.circuits.head_attribution import attribute_heads
 from align_circuits.heads.patch import patch_heads
 from align_circuits.hooks.graph import Graph
 

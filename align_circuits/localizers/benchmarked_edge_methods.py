@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from align_circuits.circuits.attribute import EdgeMethod, attribute_edges
+from align_circuits.circuits.edge_attribution import EdgeMethod, attribute_edges
 from align_circuits.circuits.edge_patching import patch_edges, patch_paths
 from align_circuits.circuits.pruning import prune_edges
 from align_circuits.hooks.graph import Graph

@@ -7,8 +7,8 @@ import torch
 
 import align_circuits as ac
 from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig
-from align_circuits.run import batching
-from align_circuits.run.batching import in_batches
+from align_circuits.run import batch_sizes
+from align_circuits.run.batch_sizes import in_batches
 
 
 def batches_of(tokens: int, *, halve_to: int | None, fits: int, error: type[RuntimeError] | str) -> list[list[int]]:
@@ -56,14 +56,14 @@ def test_a_cpu_takes_at_least_one_prompt(monkeypatch):
     model = HandBuilt(HandBuiltConfig(n_layers=1, n_heads=1, d_model=4, d_head=4, d_mlp=4, d_vocab=9, n_ctx=8))
     prompts, cpu = ac.Prompts.from_tokens([[1, 2, 3, 4, 5]]), torch.device("cpu")
     for tokens, fit in [(3, 1), (9, 1), (10, 2)]:
-        monkeypatch.setattr(batching, "CPU_TOKENS", tokens)
-        assert batching.fitting_prompts(model, prompts, cpu, "fast") == fit
-        assert batching.fitting_tokens(model, prompts, cpu) == tokens
+        monkeypatch.setattr(batch_sizes, "CPU_TOKENS", tokens)
+        assert batch_sizes.fitting_prompts(model, prompts, cpu, "fast") == fit
+        assert batch_sizes.fitting_tokens(model, prompts, cpu) == tokens
 
 
 def test_an_mlp_of_unknown_width_is_four_times_as_wide_as_the_stream():
-    assert batching.mlp_width(SimpleNamespace(d_model=7)) == 28
-    assert batching.mlp_width(SimpleNamespace(d_model=7, d_mlp=5)) == 5
+    assert batch_sizes.mlp_width(SimpleNamespace(d_model=7)) == 28
+    assert batch_sizes.mlp_width(SimpleNamespace(d_model=7, d_mlp=5)) == 5
 
 
 def test_batches_on_a_gpu_fill_half_of_its_free_memory(random_hf_model, monkeypatch):
@@ -78,8 +78,8 @@ def test_batches_on_a_gpu_fill_half_of_its_free_memory(random_hf_model, monkeypa
             (2 * 3 * 20 * 4 * (numbers + scores), 3),
             (2 * 3 * 20 * 4 * (numbers + scores) - 1, 2),
         ]:
-            assert batching.fitting_prompts(model, prompts, gpu, engine) == fit
+            assert batch_sizes.fitting_prompts(model, prompts, gpu, engine) == fit
     # Beside it, for edited runs: of the unedited one 4 numbers for each layer and dimension of the stream.
     numbers = 4 * 2 * 32 + 16 * 32 + 4 * 48 + 4 * 4 * 20 + 2 * 64
     for free[0], fit in [(0, 20), (2 * 25 * 4 * numbers, 25), (2 * 25 * 4 * numbers - 1, 24)]:
-        assert batching.fitting_tokens(model, prompts, gpu) == fit
+        assert batch_sizes.fitting_tokens(model, prompts, gpu) == fit

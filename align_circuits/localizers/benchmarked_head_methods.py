@@ -16,8 +16,9 @@ from jaxtyping import Float
 from numpy import ndarray
 from transformer_lens.head_detector import compute_head_attention_similarity_score
 
-from align_circuits.circuits.attribute import EdgeMethod, HeadMethod, attribute_edges, attribute_heads
 from align_circuits.circuits.direct_effects import direct_logit_attribution
+from align_circuits.circuits.edge_attribution import EdgeMethod, attribute_edges
+from align_circuits.circuits.head_attribution import HeadMethod, attribute_heads
 from align_circuits.heads.ablate import How, ablate_heads
 from align_circuits.heads.localization import Localization
 from align_circuits.heads.localize_heads import localize
@@ -25,7 +26,7 @@ from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.gradients import gradients_at
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.head_names import Head, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.models.parameters import device_of

@@ -16,7 +16,7 @@ from forked import FORK
 import align_circuits as ac
 from align_circuits.heads.attention import attention_from
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.run import memory
+from align_circuits.run import memory_checks
 from align_circuits.tasks.repeated import RepeatedTokensTask
 
 QUIET = ac.RunOptions(progress=False)
@@ -61,7 +61,7 @@ def measured(answer: Connection, verb: str, prompts: int, length: int, vocabular
     tokenizer = char_tokenizer() if verb in ("tune", "localize") else None
     model = ac.load(llama(len(tokenizer) if tokenizer else vocabulary, *sizes), tokenizer=tokenizer)
     call = call_of(verb, model, prompts, length)
-    no_memory = mock.patch.multiple(memory, memory_of_machine=lambda: 0, readable_size=str)
+    no_memory = mock.patch.multiple(memory_checks, memory_of_machine=lambda: 0, readable_size=str)
     with no_memory, pytest.raises(ValueError, match="takes some") as refusal:
         call()
     estimated = int(re.findall(r"takes some (\d+)", str(refusal.value))[0])
@@ -102,7 +102,7 @@ def test_what_is_estimated_is_taken(case):
 
 def test_what_does_not_fit_is_refused_and_what_is_said_to_fit_runs(monkeypatch):
     model = ac.load(llama(1000, 2, 16, 32))
-    monkeypatch.setattr(memory, "memory_of_machine", lambda: 10**6)
+    monkeypatch.setattr(memory_checks, "memory_of_machine", lambda: 10**6)
     for verb in ("attribute_heads", "attribute_edges", "attention"):
         message = r"takes some [\d.]+ [GM]B of memory .* machine has 1.0 MB: give shorter"
         with pytest.raises(ValueError, match=message) as told:

@@ -13,7 +13,7 @@ from align_circuits.cli.verb import distinct, head_value
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.report.page import Section, legend_of
-from align_circuits.report.plots.style import UNITS, kinds_of
+from align_circuits.report.plots.figure_parts import UNITS, kinds_of
 from align_circuits.run.pairs import Direction, Pair
 from align_circuits.tables.tables import Table
 

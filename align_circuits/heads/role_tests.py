@@ -8,12 +8,12 @@ import numpy as np
 
 from align_circuits.heads.candidates import ALIGNERS, Candidate
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.head_names import Head
 from align_circuits.tables.tables import Table
 
 
 @dataclass(frozen=True, eq=False)
-class NamingTests:
+class RoleTests:
     """What a head must pass to be named for a role, on the prompts that test."""
 
     table: Table
@@ -85,7 +85,7 @@ class NamingTests:
         return {(*key, metric): (value, low) for *key, metric, value, low in zip(*columns, strict=True)}
 
 
-def named_heads(tests: NamingTests, candidates: Sequence[Candidate]) -> dict[str, tuple[Head, ...]]:
+def named_heads(tests: RoleTests, candidates: Sequence[Candidate]) -> dict[str, tuple[Head, ...]]:
     """Returns the candidates that pass every test, by role, best score first."""
     named: dict[str, list[tuple[float, Head]]] = {role: [] for role in tests.roles}
     for head, role in candidates:
@@ -95,7 +95,7 @@ def named_heads(tests: NamingTests, candidates: Sequence[Candidate]) -> dict[str
 
 
 def diffuse_aligners(
-    tests: NamingTests, candidates: Sequence[Candidate], heads_by_role: Mapping[str, Sequence[Head]]
+    tests: RoleTests, candidates: Sequence[Candidate], heads_by_role: Mapping[str, Sequence[Head]]
 ) -> dict[str, tuple[Head, ...]]:
     """Returns aligners that lack nothing but attention to keys; other roles, with their many keys, are not compared."""
     roles = [role for role in tests.roles if role in ALIGNERS]

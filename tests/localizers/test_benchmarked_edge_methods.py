@@ -9,9 +9,9 @@ from legs import slow_but
 
 import align_circuits as ac
 from align_circuits.circuits.pruning import prune_edges
-from align_circuits.localizers import edge_methods, registry
+from align_circuits.localizers import benchmarked_edge_methods, registry
+from align_circuits.localizers.benchmarked_edge_methods import EDGE_METHODS, pruning
 from align_circuits.localizers.comparison import agreement
-from align_circuits.localizers.edge_methods import EDGE_METHODS, pruning
 from align_circuits.localizers.registry import edge_localizer, edge_method_names
 from align_circuits.tasks.task import exchanged
 from align_circuits.validation.localizer_edges import known_edges
@@ -44,7 +44,7 @@ def test_a_method_finds_the_edges_of_a_plain_circuit(circuit, name):
 def test_pruning_scores_are_the_largest_cuts_that_keep_an_edge(circuit, monkeypatch):
     model, pair = circuit
     coarse = prune_edges(model, replace(pair, direction="noise"), cut=0.4).frame["value"] >= 0.4
-    monkeypatch.setattr(edge_methods, "CUTS", (0.4, 0.01))
+    monkeypatch.setattr(benchmarked_edge_methods, "CUTS", (0.4, 0.01))
     scores = pruning(model, pair).frame["value"].to_numpy()
     assert set(scores) == {0.0, -0.01, -0.4}
     assert np.array_equal(scores == -0.4, coarse)

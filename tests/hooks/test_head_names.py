@@ -16,7 +16,7 @@ from align_circuits.circuits.faithful import completeness, faithfulness, minimal
 from align_circuits.hooks import residual_edges
 from align_circuits.hooks.edits import edits_provenance
 from align_circuits.hooks.graph import Graph
-from align_circuits.hooks.heads import describe, head_of, heads_of, layers_of
+from align_circuits.hooks.head_names import describe, head_of, heads_of, layers_of
 from align_circuits.report.plots import head_maps
 
 CFG = SimpleNamespace(n_layers=3, n_heads=12, n_key_value_heads=6)

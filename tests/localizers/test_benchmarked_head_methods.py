@@ -10,8 +10,8 @@ from legs import slow_but
 from refusals import refused
 
 from align_circuits.localizers import registry
+from align_circuits.localizers.benchmarked_head_methods import METHODS, named_in
 from align_circuits.localizers.comparison import agreement
-from align_circuits.localizers.methods import METHODS, named_in
 from align_circuits.localizers.registry import localizer, method_names, scores_of
 from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, ROLE_OF_KIND, planted_circuit
 from align_circuits.run.pairs import Pair
@@ -49,7 +49,7 @@ def test_a_method_finds_what_it_can(circuit, name):
 
 def test_other_packages_add_methods(circuit, monkeypatch):
     model, pair = circuit
-    entry = EntryPoint("first layer", "tests.localizers.test_methods:first_layer", registry.GROUP)
+    entry = EntryPoint("first layer", "tests.localizers.test_benchmarked_head_methods:first_layer", registry.GROUP)
     entries = [entry, EntryPoint("gone", "no_such_package:method", registry.GROUP)]
 
     def found(group, name=None):

@@ -1,7 +1,7 @@
-"""What verbs take of memory beside the model, estimated before anything runs.
+"""Refuses what does not fit into memory: what verbs take beside the model, estimated before anything runs.
 
-The factors were measured on Llamas of several depths and widths (`tests/run/test_memory.py`), where they are right
-within 30%. They count what PyTorch holds at once; of what it gives back a process may keep some.
+The factors were measured on Llamas of several depths and widths (`tests/run/test_memory_checks.py`), where they are
+right within 30%. They count what PyTorch holds at once; of what it gives back a process may keep some.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from align_circuits.hooks.compat.attention_functions import has_fused_attention
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.folder_checks import memory_of_machine, readable_size
 from align_circuits.models.parameters import parameters_of
-from align_circuits.run.batching import NUMBERS_CACHED, mlp_width
+from align_circuits.run.batch_sizes import NUMBERS_CACHED, mlp_width
 
 COPIES_OF_LOGITS = 5
 """Logits, their softmax, and their gradients, in float32."""
