@@ -166,7 +166,7 @@ def test_refusals(models, random_hf_model, noise, clean, corrupted):
         inspect.unwrap(Graph.sender)(Graph.of(model.cfg), ["L0H1"])  # without the checks of annotations
     refused("none of the receivers comes after", ac.patch_paths, model, noise, senders=["M1"], receivers=["L1H2.q"])
     for wrong, message in (
-        ({"metric": "loss"}, "metric='loss': choose one of 'accuracy', 'log_prob', 'logit', 'prob'"),
+        ({"metric": "loss"}, "metric='loss': choose one of 'accuracy', 'choice_accuracy', 'log_prob', 'logit', 'prob'"),
         ({"direction": "up"}, "direction='up': choose 'noise'"),
     ):
         refused(message, unchecked, ac.Pair, **pair, **wrong)
