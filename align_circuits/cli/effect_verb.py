@@ -146,6 +146,9 @@ def _by_site(table: Table, metric: str) -> Iterator[tuple[str, Table]]:
 def _of_sites(table: Table) -> Iterator[tuple[str, Table]]:
     """Yields the rows of each site and each group of positions, by a name; no name where there is one of each."""
     keys = [key for key in _SITE_KEYS if key in table.keys]
+    if not keys:  # of ablations
+        yield "", table
+        return
     frame: Any = table.frame
     several = [key for key in keys if frame[key].nunique() > 1]
     for _, row in frame[keys].drop_duplicates().iterrows():

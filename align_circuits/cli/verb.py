@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -23,7 +24,7 @@ from align_circuits.models.quantization import Quantization
 from align_circuits.prompts.jsonl import read_jsonl
 from align_circuits.prompts.prompts import WRONG, Prompts
 from align_circuits.report import plots
-from align_circuits.report.page import Section, write_report
+from align_circuits.report.page import Section, TooLarge, write_report
 from align_circuits.report.plots.figure_parts import kinds_of
 from align_circuits.run.options import Engine, RunOptions
 from align_circuits.run.pairs import Pair
@@ -92,9 +93,13 @@ class Verb(ABC):
         """Writes the report, and the table with the verb and its settings, by default all of them."""
         written = self.provenance_of(table)
         written = written if settings is None else replace(written, settings=dict(settings))
-        write_report(results.new / "report.html", provenance=written, **{"facts": self.facts, **report})
         replace(table, provenance=written, call=None).save(results.new)
-        print(f"\nreport: {results.folder / 'report.html'}")
+        try:
+            write_report(results.new / "report.html", provenance=written, **{"facts": self.facts, **report})
+        except TooLarge as error:  # what was measured stays
+            print(f"\nno report: {error}\nthe numbers: {results.folder / 'table.csv'}", file=sys.stderr)
+        else:
+            print(f"\nreport: {results.folder / 'report.html'}")
 
 
 @dataclass(frozen=True)

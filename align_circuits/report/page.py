@@ -36,6 +36,10 @@ _SCROLLS = Markup('<div tabindex="0" role="region" aria-label="table: {}" class=
 """What lets a keyboard scroll a table that is wider than the window."""
 
 
+class TooLarge(ValueError):
+    """A report of more than `MAX_BYTES`."""
+
+
 def write_report(
     path: str | Path,
     *,
@@ -61,7 +65,7 @@ def write_report(
         The path.
 
     Raises:
-        ValueError: The page would be larger than `MAX_BYTES`.
+        TooLarge: The page would be larger than `MAX_BYTES`.
     """
     blocks = [_block(*section) for section in sections]
     kinds = {kind for block in blocks for kind in block["kinds"]}
@@ -85,7 +89,7 @@ def write_report(
     if len(page) > MAX_BYTES:
         sizes = {block["heading"]: sum(len(content.encode()) for content in block["contents"]) for block in blocks}
         largest = max(sizes, key=sizes.__getitem__)
-        raise ValueError(
+        raise TooLarge(
             f"the report has {len(page) / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:.0f}: "
             f"show less in {largest!r} ({sizes[largest] / 1e6:.1f} MB)"
         )

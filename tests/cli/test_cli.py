@@ -395,9 +395,20 @@ def test_a_screen_marks_its_estimates(tmp_path, capsys, verb):
     assert 0.5 < np.mean(table.frame["estimated"]) <= 0.75
     best = table.where(metric="log_prob", kind="all", estimated=False).top("log_prob", 1).frame.iloc[0]
     assert f"L{best['layer']}H{best['head']} {best['value']:.2f}" in capsys.readouterr().out
-    assert "these heads were screened out, and not run" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    estimates = page.partition('<h2 id="estimates">')[2].partition("<h2")[0]
+    assert "these heads were screened out, and not run" in estimates
+    assert estimates.count("plotly-graph-div") == 1
     assert main(["rerun", str(tmp_path)]) == 0
     assert "same: all " in capsys.readouterr().out
+
+
+def test_numbers_stay_where_their_report_would_be_too_large(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("align_circuits.report.page.MAX_BYTES", 1000)
+    assert main(["score", *SMALL, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "no report: the report has " in printed.err and "report:" not in printed.out
+    assert len(Table.load(tmp_path)) and not (tmp_path / "report.html").exists()
 
 
 def test_a_run_on_a_file_is_repeated_from_any_folder(pairs_file, tmp_path, monkeypatch, capsys):

@@ -78,7 +78,8 @@ FIGA1 = Experiment(
     source=f"{SOURCE}, Fig. A.1",
     study=grid_study(
         "abrupt/figA1",
-        *(Grid(size.with_task(noise=0.0), _CONDITIONS) for size in (SMOKE, _LONGER)),
+        Grid(SMOKE.with_task(noise=0.0), _CONDITIONS),
+        Grid(_LONGER.with_task(noise=0.0), _CONDITIONS),
         Grid(PAPER.with_task(noise=0.0, n_classes=256), _CONDITIONS, together=3),
     ),
     figures={

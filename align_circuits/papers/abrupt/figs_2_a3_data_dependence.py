@@ -112,7 +112,7 @@ def _grid(
     return Grid(size, [each for place, each in enumerate(conditions) if each not in conditions[:place]], together)
 
 
-def _study(name: str, paper: Size, **model: str) -> Study:
+def _study(name: str, paper: Size, **model: Any) -> Study:
     cpu = replace(CPU, first_seed=30, log_every=300).with_task(n_classes=128)
     powers = [2**power for power in range(7, 12)]
     noises = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
