@@ -11,9 +11,10 @@ import plotly.graph_objects as go
 
 from align_circuits.heads.permutation_tests import p_values
 from align_circuits.hooks.head_names import Head
+from align_circuits.jobs.identity import told
 from align_circuits.localizers.benchmarked_head_methods import FEW, METHODS, named_in
 from align_circuits.localizers.comparison import FRACTIONS, agreement, head_faithfulness, names_agreement
-from align_circuits.localizers.registry import scores_of
+from align_circuits.localizers.registry import localizer, scores_of
 from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, ROLE_OF_KIND, PlantedModel
 from align_circuits.models.planted.zoo import HELD_OUT, PUBLIC, zoo_circuit
 from align_circuits.papers.claims import Claim
@@ -60,7 +61,13 @@ class Zoo:
     """Prompts for each circuit; some methods take `FEW` of them."""
 
 
-def compare(*, methods: Sequence[str], n: int, seed: int) -> list[dict[str, Any]]:
+def compare(
+    *,
+    methods: Sequence[str],
+    n: int,
+    seed: int,
+    codes: Mapping[str, str] | None = None,  # noqa: ARG001 - tells jobs apart
+) -> list[dict[str, Any]]:
     """Measures how every method scores the heads of one circuit; the function of a job.
 
     The corrupted prompts are other prompts of the task (`exchanged`), so that every part of the circuit differs.
@@ -69,6 +76,7 @@ def compare(*, methods: Sequence[str], n: int, seed: int) -> list[dict[str, Any]
         methods: Their names.
         n: Prompts.
         seed: Of the circuit and the prompts.
+        codes: The identity of each method of another package.
 
     Returns:
         By method and role how its scores agree with the circuit (`agreement`, `names_agreement`); by method the
@@ -154,7 +162,14 @@ def seconds_of(run: Any) -> float:
 
 def _jobs(config: Zoo, _: Inputs) -> list[Measurement]:
     seeds = range(config.first, config.first + config.circuits)
-    common = {"methods": list(config.methods), "n": config.n}
+    common: dict[str, Any] = {"methods": list(config.methods), "n": config.n}
+    # A method of another package is known by its name alone; its finished jobs count for its present code only.
+    if codes := {
+        name: told(f"the code of the method {name!r}", localizer(name))
+        for name in config.methods
+        if name not in METHODS
+    }:
+        common["codes"] = codes
     return [Measurement(compare, common, seed, zoo_circuit(seed).traits) for seed in seeds]
 
 

@@ -14,6 +14,8 @@ from align_circuits.localizers.benchmarked_head_methods import METHODS, named_in
 from align_circuits.localizers.comparison import agreement
 from align_circuits.localizers.registry import localizer, method_names, scores_of
 from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, ROLE_OF_KIND, planted_circuit
+from align_circuits.papers.lab import Inputs
+from align_circuits.papers.localizer_zoo import PUBLIC_ZOO, Zoo
 from align_circuits.run.pairs import Pair
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.tasks.task import exchanged
@@ -66,6 +68,23 @@ def first_layer(model, _):
     grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
     grid[0] = 1
     return grid
+
+
+def second_layer(model, _):
+    grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
+    grid[1] = 1
+    return grid
+
+
+def test_finished_jobs_of_a_method_of_another_package_count_for_its_present_code_only(monkeypatch):
+    def jobs_of(name, *methods):
+        entry = EntryPoint("mine", f"tests.localizers.test_benchmarked_head_methods:{name}", registry.GROUP)
+        monkeypatch.setattr(registry, "entry_points", lambda group, name: [entry])  # noqa: ARG005
+        study = PUBLIC_ZOO.study
+        return [each.job for each in study.jobs(Zoo(0, 2, methods), Inputs({}, ""))]
+
+    assert jobs_of("first_layer", "mine") == jobs_of("first_layer", "mine") != jobs_of("second_layer", "mine")
+    assert jobs_of("first_layer", "attention") == jobs_of("second_layer", "attention")
 
 
 @pytest.mark.parametrize(
