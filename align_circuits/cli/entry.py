@@ -51,9 +51,6 @@ NOTHING = "(?!)"
 PROGRESS = r"\A\r|\r\Z|\A(?:\x1b\[A)+\Z"
 """How a progress bar moves, as an expression: to the start of its line, and up by lines."""
 
-COLOURS = r"\x1b\[[0-9;]*m"
-"""How the parser of options colours and frames what it prints on a terminal."""
-
 MACHINE = "model and machine options"
 LEFT_OUT = (MACHINE, "task options", "workers options")
 """The sections of the help of a verb that `--help` leaves out and `--help all` prints."""
@@ -131,7 +128,7 @@ def _main(arguments: Sequence[str]) -> int:
         with results_folder(verb.folder, Path("runs") / name, overwrite=verb.overwrite, renews=verb.renews) as results:
             complaint = verb(results)
     except (ValueError, KeyError, FloatingPointError, ImportError, WrongArgument) as error:
-        return _refuse(in_options(str(error.args[0] if error.args else error), verb))
+        return _refuse(in_options(str(error.args[0] if error.args else error), type(verb)))
     except (OSError, SafetensorError) as error:  # such as a full disk; both write files
         return _refuse(f"cannot read or write a file, earlier results are as they were: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
@@ -144,7 +141,7 @@ def parse_verb(name: str, *options: str) -> Any:
     """Returns a verb with its options; wrong ones end the process, as `--help` does."""
     import tyro
 
-    with without_boxes():
+    with without_boxes(verb_class(name)):
         verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
         return verb.with_defaults(options)
 
@@ -161,14 +158,14 @@ def _help_of(verb: str, *, everything: bool) -> str:
     return "\n".join(shown).rstrip() + f"\n\n{PROGRAM} {verb} --help all also lists the options{parts}\n"
 
 
-def in_options(message: str, verb: Any) -> str:
+def in_options(message: str, verb: type[Any]) -> str:
     """Returns an error in which the fields of a verb, which are arguments in Python, are written as its options.
 
     >>> from align_circuits.cli.entry import verb_class
-    >>> in_options("batch_size=0: give a positive number", verb_class("score")())
+    >>> in_options("batch_size=0: give a positive number", verb_class("score"))
     '--batch-size 0: give a positive number'
     """
-    parts = [verb, *(getattr(verb, field.name) for field in fields(verb))]
+    parts = [verb, *(field.default_factory for field in fields(verb))]
     names = "|".join(sorted({field.name for part in parts if is_dataclass(part) for field in fields(part)}))
 
     def option(match: re.Match[str]) -> str:
@@ -307,22 +304,36 @@ def warnings_as_lines() -> Iterator[None]:
 
 
 @contextmanager
-def without_boxes() -> Iterator[None]:
-    """Takes the boxes off what is printed in the block, where no terminal shows it; a terminal gets them in colour."""
-    streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    boxed = {name: StringIO() for name, stream in streams.items() if not stream.isatty()}
+def without_boxes(verb: type[Any]) -> Iterator[None]:
+    """Takes off the boxes around what the parser of a verb prints in the block: its help, or a wrong option."""
+    out, err = StringIO(), StringIO()
     try:
-        for name, stream in streams.items():
-            setattr(sys, name, boxed.get(name) or Output(getattr(stream, "raw", stream), COLOURS))
-        yield
+        with redirect_stdout(out), redirect_stderr(err):
+            yield
     finally:
-        for name, stream in streams.items():
-            setattr(sys, name, stream)
-        for name, text in boxed.items():
-            for line in text.getvalue().splitlines():
-                inner = line.strip("─│╭╮╰╯├┤").rstrip()
-                if inner.strip() or not line.strip():
-                    print(inner.removeprefix(" ") if inner != line.rstrip() else inner, file=streams[name])
+        print(_unboxed(out.getvalue()), end="")
+        print(_in_words_of(verb, _unboxed(err.getvalue())), end="", file=sys.stderr)
+
+
+def _unboxed(text: str) -> str:
+    lines = []
+    for line in text.splitlines():
+        inner = line.strip("─│╭╮╰╯├┤").rstrip()
+        if inner.strip() or not line.strip():
+            lines.append(inner.removeprefix(" ") if inner != line.rstrip() else inner)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _in_words_of(verb: type[Any], error: str) -> str:
+    """What the parser says of a wrong option, with names of options for those of fields, and with the choice meant."""
+
+    def meant(match: re.Match[str]) -> str:
+        close = did_you_mean(match[1], re.findall("'(.*?)'", match[2]))
+        return f"{match[0]}\n  {close.capitalize().rstrip()}" if close else match[0]
+
+    choice = r"invalid\s+choice\s+'([^']*)'.*?Expected\s+one\s+of\s+\((.*?)\)\."
+    error = re.sub(r"Error parsing \w+: ", "", in_options(error, verb))  # of options that begin with no dash
+    return re.sub(choice, meant, error, flags=re.DOTALL)
 
 
 def _refuse(message: str) -> int:

@@ -7,7 +7,7 @@ from align_circuits.cli.folders import Results
 from align_circuits.cli.sweep_verb import SweepVerb
 from align_circuits.cli.verb import head_value
 from align_circuits.heads.candidates import hopeless_notes
-from align_circuits.heads.localize_heads import localize
+from align_circuits.heads.localize_heads import check_count, localize
 from align_circuits.heads.permutation_tests import smallest_p_values
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.prompts.prompts import Prompts
@@ -32,6 +32,7 @@ class Localize(SweepVerb):
 
     def notes(self, clean: Prompts, corrupted: Prompts | None) -> list[str]:
         """Returns for which roles no head can be named: said before the run, which takes minutes."""
+        check_count(len(clean))  # a refusal by `localize` would follow notes about so few prompts
         return hopeless_notes(*self._smallest_p_values(clean, corrupted), Thresholds().fdr)
 
     def _smallest_p_values(self, prompts: Prompts, corrupted: Prompts | None) -> tuple[Prompts, dict[str, float]]:

@@ -23,7 +23,7 @@ class Patch(EffectVerb):
     """Which activations are patched: of a head, where z is its output before the output matrix, or of a whole layer,
     such as resid_pre, attn_out and mlp_out."""
     heads: tuple[str, ...] | None = None
-    """Which heads, such as L2H3 L4H0, or at sites of layers the layers of which heads; by default all."""
+    """Which heads, such as L2H3 L4H0 or L2H3,L4H0, or at sites of layers the layers of which heads; by default all."""
     positions: tuple[str, ...] | None = None
     """At which tokens: "each", at sites of layers; names of positions in the file of prompts, each patched on its own;
     "groups" for earlier examples, test input and test output; or "all" at once. By default all, but each where all
@@ -43,6 +43,7 @@ class Patch(EffectVerb):
             raise ValueError(
                 f"--positions each patches whole layers: leave out --heads and --screen, and give --sites of {known}"
             )
+        heads = None if self.heads is None else " ".join(self.heads).replace(",", " ").split()
         # By default the accuracy, too, which tells whether the model solves the task.
         metric = None if self.metric == "log_prob" else self.metric
         model, pair = self.prepare_pair(metric=metric, direction=self.direction)
@@ -51,13 +52,7 @@ class Patch(EffectVerb):
             table = patch_sites(model, pair, self.sites, options=self.options)
         else:
             table = patch_heads(
-                model,
-                pair,
-                sites=self.sites,
-                heads=self.heads,
-                positions=chosen,
-                screen=self.screen,
-                options=self.options,
+                model, pair, sites=self.sites, heads=heads, positions=chosen, screen=self.screen, options=self.options
             )
         site = "the output" if self.sites == ("z",) else ", ".join(self.sites)
         patched_part = " or ".join(name for name, of in PARTS.items() if {*self.sites} & {*of})

@@ -112,8 +112,7 @@ def localize(
     task = as_task(task, corrupted, roles)
     if n is None:
         n = len(task.prompts) if isinstance(task, OwnPrompts) else 64
-    if n < 8:
-        raise ValueError(f"n={n}: give at least 8 prompts, half to choose candidates and half to test them")
+    check_count(n)
     if not 0 <= n_controls <= MOST_CONTROLS:
         raise ValueError(
             f"n_controls={n_controls}: give the number of sets of random heads to ablate, 0 for none, at most "
@@ -226,6 +225,12 @@ def localize(
             members,
             unnamed,
         )
+
+
+def check_count(n: int) -> None:
+    """Raises a ValueError if there are too few prompts to choose candidates and to test them."""
+    if n < 8:
+        raise ValueError(f"{n} prompts: give at least 8, half to choose candidates and half to test them")
 
 
 def example_positions(prompt: Prompts) -> Int[Tensor, " row"]:

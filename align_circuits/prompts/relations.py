@@ -222,7 +222,10 @@ class _Row:
         self.target = int((at_query if len(at_query) else targets.index)[0])
 
     def _column(self, where: str, prompts: Any, place: int | str) -> int:
-        column = int(prompts.columns_of(place)[self.prompt]) if isinstance(place, str) else operator.index(place)
+        try:
+            column = int(prompts.columns_of(place)[self.prompt]) if isinstance(place, str) else operator.index(place)
+        except KeyError as error:
+            raise KeyError(f"{where}: {error.args[0]}") from None
         if not (0 <= column < prompts.mask.shape[1] and bool(prompts.mask[self.prompt, column])):
             raise ValueError(f"{where}: no token at column {column} of prompts.tokens")
         return column

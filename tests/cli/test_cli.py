@@ -150,14 +150,22 @@ def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--x-len", "30"], ["--n-examples", "-1"], ["--alignment", "prior", "--decay", "-1"]]
+    ("arguments", "message"),
+    [
+        (["--x-len", "30"], "  --x-len is 30, but the alphabet has 26 symbols"),
+        (["--n-examples", "-1"], "  --n-examples is -1: give at least"),
+        (["--alignment", "prior", "--decay", "-1"], "decay"),
+        (["--engine", "referenze"], "\n  Did you mean 'reference'?\n"),
+        (["--engine", "slow"], "invalid choice 'slow' for argument '--engine'"),
+    ],
 )
-def test_an_impossible_task_or_option_is_refused(arguments, capsys):
+def test_an_impossible_task_or_option_is_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["score", *arguments])
     assert exit.value.code == 2
-    printed = capsys.readouterr()
-    assert arguments[-2].strip("-").replace("-", "_") in printed.err + printed.out
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert ("Did you mean" in printed) == ("Did you mean" in message)
 
 
 def test_rerun_repeats_a_reproduction(tmp_path, capsys):
@@ -346,7 +354,7 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
     expected = {
         ("patch", "--direction", "noise", "--sites", "v"): ac.patch_heads(model, pair, sites=("v",)),
         (
-            *("patch", "--direction", "noise", "--sites", "z", "attn_out", "--heads", "L0H1", "L1H2"),
+            *("patch", "--direction", "noise", "--sites", "z", "attn_out", "--heads", "L0H1,L1H2"),
             *("--positions", "groups"),
         ): ac.patch_heads(model, pair, sites=("z", "attn_out"), heads=["L0H1", "L1H2"], positions="groups"),
         ("patch", "--direction", "noise", "--sites", "resid_pre", "resid_mid"): ac.patch_sites(
@@ -506,6 +514,10 @@ def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
     assert "--prompts needs --model, such as smollm2" in capsys.readouterr().err
     assert main(["ablate", *common, "--n", "9"]) == 2
     assert "--n 9: " in capsys.readouterr().err
+    assert main(["localize", *common, "--n", "4"]) == 2
+    printed = capsys.readouterr()
+    assert "align-circuits: 4 prompts: give at least 8, half to choose" in printed.err
+    assert "No head" not in printed.out
     assert main(["tune", *common]) == 2
     assert "tunes on a task" in capsys.readouterr().err
     lines = [json.loads(line) for line in pairs_file.read_text().splitlines()]

@@ -79,7 +79,7 @@ def test_help_is_short_and_begins_with_the_options_for_own_prompts(capsys):
 
 
 def test_errors_speak_of_options():
-    verb = verb_class("patch")()
+    verb = verb_class("patch")
     for message, shown in {
         "batch_size=0: give a number": "--batch-size 0: give a number",
         "metric='logit_diff' needs answers": "--metric logit_diff needs answers",

@@ -217,8 +217,8 @@ def test_64_prompts_are_sampled_by_default(model, monkeypatch):
 
 def test_bad_input_is_refused(model):
     cases: Any = [
-        ({"n": 4}, "n=4: give at least 8"),
-        ({"n": 7}, "n=7: give at least 8"),
+        ({"n": 4}, "4 prompts: give at least 8"),
+        ({"n": 7}, "7 prompts: give at least 8"),
         ({"n": 8, "n_controls": -1}, "n_controls=-1: give the number of sets"),
     ]
     for arguments, message in cases:

@@ -73,7 +73,7 @@ def test_what_cannot_be_localized(random_hf_model, char_tokenizer):
     for source in ("text", ["a", "list"], torch.zeros(2, 3)):
         raised(TypeError, r"task is .*, not Task or Prompts; give a task such as", ac.localize, model, source)  # pyright: ignore[reportArgumentType]
     for arguments, message in [
-        ({"n": 0}, "n=0: give at least 8 prompts"),
+        ({"n": 0}, "0 prompts: give at least 8"),
         ({"n": 13}, "n=13: there are 12 prompts"),
         ({"roles": ["lookup"]}, "no relation 'lookup' in these prompts"),
         ({"corrupted": prompts[:3]}, "3 corrupted prompts for 12"),

@@ -162,5 +162,6 @@ def test_what_the_tokenizer_finds_is_named_too(file, char_tokenizer):
         char_tokenizer,
     )
     wrong = LINE | {"relations": {"mover": {"query": "END", "keys": ["three"]}}}
-    with pytest.raises(KeyError, match="no position 'three' in these prompts; they have 'one', 'two', 'END'"):
+    says = "relation 'mover', line 1: no position 'three' in these prompts; they have 'one', 'two', 'END'"
+    with pytest.raises(KeyError, match=says):
         Prompts.from_jsonl(file(wrong), char_tokenizer)
