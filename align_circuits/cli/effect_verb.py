@@ -98,7 +98,7 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
         drawn = plots.top_heads(of_all, [metric], _count_apart(of_all), by="absolute", normalized=told)
         yield f"What matters most{ending}", note, drawn
         of_heads = "head" in set(of_all.frame["level"])
-        maps = [plots.position_map(of_all, prompts)] if "position" in table.keys else []
+        maps = [plots.position_map(of_all, prompts=prompts)] if "position" in table.keys else []
         if of_heads and "kind" in table.keys:
             kinds = kinds_of(table.frame)
             same = {key: of_all.frame[key].iloc[0] for key in _SITE_KEYS if key in table.keys}

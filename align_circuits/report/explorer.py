@@ -11,6 +11,7 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.parameters import check_fits
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
+from align_circuits.tasks.task import TOKEN_ROLES
 
 
 @checked
@@ -34,7 +35,8 @@ def explore(
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets and relations, such as `localization.prompts`.
         heads: Which heads are offered, as `(2, 3)` or `"L2H3"`, such as `localization.named_heads`; all by default.
-        relations: Which relations are offered; by default all that the prompts have rows of.
+        relations: Which relations are offered, the first of them shown at first; by default all that the prompts have
+            rows of, before induction, previous and duplicate the prompts' own.
         options: Engine and batch size.
 
     Raises:
@@ -47,6 +49,7 @@ def explore(
     check_fits(model, prompts)
     if relations is None:
         relations = [name for name, relation in prompts.relations.items() if len(relation)]
+        relations.sort(key=TOKEN_ROLES.__contains__)  # which all prompts have; the sort keeps the order of the others
     if unknown := [name for name in relations if name not in prompts.relations]:
         raise KeyError(f"no relation {unknown[0]!r} in these prompts; they have {', '.join(prompts.relations)}")
     if not len(prompts.targets) or not relations:

@@ -130,16 +130,18 @@ class Table:
         return len(self.frame)
 
     def __repr__(self) -> str:
-        kept = "" if self.values is None else f"; per-prompt values of {self.values.shape[1]}"
-        return f"Table({self.provenance.verb}, {len(self)} rows by {', '.join(self.keys)}{kept})"
+        # With `value`, `low` and `high` in terminals of any width, where pandas would leave out columns.
+        return "\n".join([self._shown.to_string(max_rows=20, float_format="{:.3f}".format), *self._footnotes])
 
-    def __str__(self) -> str:
-        rows = self._shown.to_string(max_rows=20, float_format="{:.3f}".format)
-        return "\n".join([rows, f"[{self.provenance.verb}, {len(self)} rows]", *self.remarks])
+    __str__ = __repr__
 
     def _repr_html_(self) -> str:
         rows = self._shown.to_html(max_rows=20, float_format="{:.3f}".format)
-        return rows + "".join(f"<div>{html.escape(line)}</div>" for line in (repr(self), *self.remarks))
+        return rows + "".join(f"<div>{html.escape(line)}</div>" for line in self._footnotes)
+
+    @property
+    def _footnotes(self) -> list[str]:
+        return [f"[{self.provenance.verb}, {len(self)} rows]", *self.remarks]
 
     @property
     def _shown(self) -> pd.DataFrame:

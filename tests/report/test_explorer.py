@@ -4,6 +4,7 @@ import html
 import json
 import re
 import sys
+from dataclasses import replace
 from importlib.resources import files
 
 import browser
@@ -111,7 +112,11 @@ def test_it_counts_answers_as_right_where_evaluate_does(ablated):
 def test_it_draws_a_relation_of_the_users_own(planted):
     model, prompts = planted
     own = ac.Relation.from_pairs([(0, 9, [4]), (0, 12, [6, 7])], prompts=prompts)
-    explorer = ac.explore(model, prompts.with_relations(mine=own), relations=["mine"])
+    # as `Prompts.from_jsonl` adds those of a file, behind the relations that need nothing but the ids
+    three = {name: prompts.relations[name] for name in ("induction", "previous", "duplicate")}
+    prompts = replace(prompts, relations=three)
+    explorer = ac.explore(model, prompts.with_relations(mine=own))
+    assert explorer.choices["relations"] == ["mine", *three]
     assert prompts.with_relations(mine=own).to_html(0, relation="mine") in explorer.shown
     assert "Relation: mine" in explorer.shown and "of its attention is on the framed keys" in explorer.shown
     explorer.prompt = 1

@@ -422,10 +422,10 @@ def effects_at_sites(
 
 
 def test_a_position_map_shows_every_row_at_its_place():
-    prompts = ac.Prompts.from_tokens([[5, 6], [7, 8, 9]])
-    prompts = replace(prompts, token_strings={5: "five", 6: "six"}, positions={"END": torch.tensor([2, 2])})
+    prompts = ac.Prompts.from_tokens([[5, 6], [7, 8, 6]])
+    prompts = replace(prompts, token_strings={6: "six"}, positions={"END": torch.tensor([2, 2])})
     table = effects_at_sites({"resid_pre": [0, 1], "hook_embed": [None], "mlp_out": [1]}, [0, 1, 2])
-    figure = plots.position_map(table, prompts, "title")
+    figure = plots.position_map(table, "log_prob", "title", prompts=prompts)
     assert [list(heat.y) for heat in figure.data] == [["0", "1"], ["-"], ["0", "1"]]
     frame: Any = table.frame
     drawn = 0
@@ -439,10 +439,13 @@ def test_a_position_map_shows_every_row_at_its_place():
     axis = figure.layout.coloraxis
     assert axis.cmin == -axis.cmax == -frame["value"].abs().max()
     assert axis.colorbar.title.text == "change of<br>log_prob<br>(nats)"
-    assert list(figure.layout.xaxis.ticktext) == ["0", "five", "six"], "the first prompt begins with padding"
+    assert list(figure.layout.xaxis.ticktext) == ["0", "1", "END: six"], "padding, and tokens that differ"
     named = effects_at_sites({"resid_pre": [0, 1]}, ["END", "all"], ("own",))
     assert list(plots.position_map(named).layout.xaxis.ticktext) == ["END", "all"]
-    assert list(plots.position_map(named, prompts).layout.xaxis.ticktext) == ["END: six", "all"]
+    assert list(plots.position_map(named, prompts=prompts).layout.xaxis.ticktext) == ["END: six", "all"]
+    prompts = replace(prompts, positions={"END": torch.tensor([2, 1])})
+    assert list(plots.position_map(named, prompts=prompts).layout.xaxis.ticktext) == ["END", "all"]
+    assert list(plots.position_map(table, prompts=prompts).layout.xaxis.ticktext) == ["0", "1", "six"]
     assert plots.position_map(named).layout.coloraxis.colorbar.title.text == "change of<br>own"
 
 
@@ -452,9 +455,9 @@ def test_a_position_map_refuses_what_it_cannot_draw(scores):
     both = Table.concat([Table(one.frame.assign(kind=kind), one.provenance) for kind in ("first", "later")])
     refused(r"choose one kind \(first, later\) with \.where", plots.position_map, both)
     np.testing.assert_array_equal(plots.position_map(table).data[0].z, plots.position_map(one).data[0].z)
-    drawn = plots.position_map(table, metric="accuracy").layout.coloraxis.colorbar.title.text
+    drawn = plots.position_map(table, "accuracy").layout.coloraxis.colorbar.title.text
     assert drawn.startswith("change of<br>accuracy")
     refused("no key column 'site' in this table of 'test': give one of patch_sites", plots.position_map, scores)
     with pytest.raises(ValueError, match="position 7 is not in these prompts of 3 tokens"):
-        plots.position_map(one, ac.Prompts.from_tokens([[1, 2, 3]]))
+        plots.position_map(one, prompts=ac.Prompts.from_tokens([[1, 2, 3]]))
     refused("a table without rows has no map", plots.position_map, Table(one.frame.iloc[:0], one.provenance))

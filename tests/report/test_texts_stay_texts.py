@@ -131,7 +131,7 @@ def drawn_figures(names: tuple[str, ...], view: Any) -> dict[str, go.Figure]:
         "faithfulness": plots.faithfulness({name: measured(sets) for name in names}, first),
         "attention_maps": plots.attention_maps(view, "align_query", first),
         "attention_course": plots.attention_course(dict.fromkeys(names[:2], course), first),
-        "position_map": plots.position_map(measured({**sites.to_dict("list"), "metric": first}), tokens, names[1]),
+        "position_map": plots.position_map(measured({**sites.to_dict("list"), "metric": first}), title=names[1], prompts=tokens),
     }
 
 

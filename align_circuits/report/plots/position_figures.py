@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
+from jaxtyping import Int
 from plotly.subplots import make_subplots
+from torch import Tensor
 
 from align_circuits.checks import checked
 from align_circuits.prompts.prompts import Prompts
@@ -21,7 +24,7 @@ WITHOUT_LAYER = "-"
 
 @checked
 def position_map(
-    table: Table, prompts: Prompts | None = None, title: str = "", *, metric: str | None = None
+    table: Table, metric: str | None = None, title: str = "", *, prompts: Prompts | None = None
 ) -> go.Figure:
     """Returns what patching changes as maps, layers from bottom to top and positions across, a panel for each site.
 
@@ -30,10 +33,10 @@ def position_map(
     Args:
         table: With key columns site, layer and position, one row for each: `patch_sites`. Of several kinds of
             targets all are drawn together.
-        prompts: The prompts that were patched: the tokens of the first stand below the maps. Without them, the numbers
-            of columns and the names of positions do.
-        title: Above the maps.
         metric: Which to draw; by default that of the pair that was patched, the first in the table.
+        title: Above the maps.
+        prompts: The prompts that were patched. A position at which all of them have one token is labelled with it, any
+            other with its name or number.
 
     Raises:
         ValueError: A table that lacks one of the keys, has no rows or several rows for a place, or has columns that the
@@ -112,19 +115,28 @@ def _scale_title(frame: pd.DataFrame) -> str:
 
 
 def _labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:
-    """What stands below each position: its name or number, and its token in the first prompt."""
+    """What stands below each position: its name or else its number, and the token that all prompts have there."""
     if prompts is None:
         return [str(position) for position in positions]
     length = prompts.mask.shape[1]
     labels = []
     for position in positions:
-        column = position
         if isinstance(position, str):
-            column = int(prompts.positions[position][0]) if position in prompts.positions else None
-        if column is not None and not 0 <= column < length:
+            name, columns = position, prompts.positions.get(position)
+        else:
+            columns = torch.full((len(prompts),), position)
+            name = next((name for name, column in prompts.positions.items() if torch.equal(column, columns)), "")
+        if columns is not None and not 0 <= int(columns.min()) <= int(columns.max()) < length:
             raise ValueError(
-                f"position {column} is not in these prompts of {length} tokens: give those that were patched"
+                f"position {position} is not in these prompts of {length} tokens: give those that were patched"
             )
-        token = "" if column is None or not prompts.mask[0, column] else readable(prompts.texts_at(0)[int(column)])
-        labels.append(f"{position}: {token}" if isinstance(position, str) and token else token or str(position))
+        token = "" if columns is None else _common_token(prompts, columns)
+        labels.append(": ".join(filter(None, [name, token])) or str(position))
     return labels
+
+
+def _common_token(prompts: Prompts, columns: Int[Tensor, " prompt"]) -> str:
+    """The token that all prompts have in their column, to be read; empty where they differ or one has padding."""
+    rows = torch.arange(len(prompts))
+    same = (prompts.tokens[rows, columns] == prompts.tokens[0, columns[0]]) & prompts.mask[rows, columns]
+    return readable(prompts.texts_at(0)[int(columns[0])]) if same.all() else ""
