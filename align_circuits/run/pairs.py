@@ -17,6 +17,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.jobs.control_characters import printable
 from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
@@ -88,11 +89,15 @@ class Pair:
         return drawn + self.to_html()
 
     def to_html(self, index: int = 0) -> str:
-        """Returns a clean prompt and its corrupted partner as HTML; the tokens in which they differ are underlined."""
+        """Returns a clean prompt, its corrupted partner and their target as HTML; tokens that differ are underlined."""
         both = {"clean": (self.clean, self.corrupted), "corrupted": (self.corrupted, self.clean)}
-        return "".join(
+        drawn = "".join(
             f"<div><b>{name}</b></div>{prompts.to_html(index, beside=other)}" for name, (prompts, other) in both.items()
         )
+        answer = "".join(map(self.clean.string_of, self.clean[index].targets["token"]))
+        # A corrupted prompt goes on with the answer of its partner, not with its own.
+        target = f"target of both prompts: {printable(answer).strip()} (the right answer of the clean prompt)"
+        return f"{drawn}<div>{html.escape(target)}</div>"
 
     @property
     def base_run(self) -> Literal["clean", "corrupted"]:

@@ -26,7 +26,13 @@ def test_shown_in_consoles_and_notebooks(char_tokenizer):
     differ = int((clean.tokens[0] != corrupted.tokens[0]).sum())
     assert page.count("text-decoration:underline") == 2 * differ > 0
     assert page.count("<b>clean</b>") == page.count("<b>corrupted</b>") == 1
-    assert page.count("<b>") == 2 and page.count("&lt;b&gt;") == 2 * length
+    assert page.count("<b>") == 2 and page.count("&lt;b&gt;") == 2 * length + len(clean[0].targets)
+
+
+def test_the_target_of_both_prompts_is_said_to_be_the_answer_of_the_clean_one(char_tokenizer):
+    texts, answers = {"clean": ["ab:"], "corrupted": ["cd:"]}, {"answer": ["ab"], "corrupted_answer": ["cd"]}
+    pair = ac.Pair(*ac.Prompts.from_pairs(**texts, tokenizer=char_tokenizer, **answers))
+    assert pair.to_html().endswith("<div>target of both prompts: ab (the right answer of the clean prompt)</div>")
 
 
 @pytest.mark.parametrize(
