@@ -130,7 +130,6 @@ class Table:
         return len(self.frame)
 
     def __repr__(self) -> str:
-        # With `value`, `low` and `high` in terminals of any width, where pandas would leave out columns.
         return "\n".join([self._shown.to_string(max_rows=20, float_format="{:.3f}".format), *self._footnotes])
 
     __str__ = __repr__

@@ -297,6 +297,16 @@ def test_a_table_of_claims_scrolls_by_itself_and_has_no_empty_columns(written, t
     assert browser.opened(page, tmp_path, width=500).overflows
 
 
+def test_a_table_wider_than_the_page_has_a_shadow_and_the_page_a_background(written, tmp_path):
+    frame = pd.DataFrame({"level": "head", "head": [0], "value": 0.5, "low": 0.5, "high": 0.5, "n": 4})
+    page = written(("a", "", Table(frame, MADE)))
+    look = """() => [getComputedStyle(document.documentElement).backgroundColor,
+      getComputedStyle(document.querySelector('.wide')).backgroundAttachment]"""
+    (background, attached), _ = browser.ran(page, tmp_path, look)
+    assert background == "rgb(255, 255, 255)"
+    assert attached == "local, local, scroll, scroll", "the covers scroll with the table, the shadows stay"
+
+
 def test_the_browser_would_see_a_request_an_error_and_an_empty_figure(written, tmp_path, localization):
     figure = figures(localization)["scores"]
     figure.data = []

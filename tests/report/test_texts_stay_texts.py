@@ -113,6 +113,7 @@ def drawn_figures(names: tuple[str, ...], view: Any) -> dict[str, go.Figure]:
     edges = {"sender": names, "receiver": names, "metric": "prob"}
     sets = {"circuit": ["edges", *names], "fraction": 0.5, "metric": "faithfulness"}
     sites = pd.DataFrame(product(names, [0, 1], range(size)), columns=["site", "layer", "position"])
+    at_sites = measured({**sites.to_dict("list"), "metric": first})
     tokens = replace(ac.Prompts.from_tokens([[*range(size)]]), token_strings=dict(enumerate(names)))
     return {
         "head_map": plots.head_map(measured(heads), first, unit=names[1]),
@@ -131,7 +132,7 @@ def drawn_figures(names: tuple[str, ...], view: Any) -> dict[str, go.Figure]:
         "faithfulness": plots.faithfulness({name: measured(sets) for name in names}, first),
         "attention_maps": plots.attention_maps(view, "align_query", first),
         "attention_course": plots.attention_course(dict.fromkeys(names[:2], course), first),
-        "position_map": plots.position_map(measured({**sites.to_dict("list"), "metric": first}), title=names[1], prompts=tokens),
+        "position_map": plots.position_map(at_sites, title=names[1], prompts=tokens),
     }
 
 
