@@ -1,27 +1,49 @@
 """`align-circuits score`."""
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import METRICS, PromptVerb, accuracy_sections, first_token, head_value
 from align_circuits.heads.one_pass import score_and_evaluate
+from align_circuits.heads.score import resolve
+from align_circuits.heads.thresholds import Thresholds
 from align_circuits.report import plots
 from align_circuits.report.page import legend_of
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.own_prompts import as_task
+
+AMONG_ALL = ("induction", "previous", "duplicate")
+"""The relations whose candidates are all tokens: their score is the share of all attention."""
+
+LEAST_ATTENTION = Thresholds().attention
+"""The least share of all its attention that a head pays to the keys, to stand before heads that pay less."""
 
 
 @dataclass(frozen=True)
 class Score(PromptVerb):
     """Scores every head, as `score_heads` does, and evaluates the model in the same pass."""
 
+    metrics: tuple[str, ...] | None = None
+    """What is scored: names of relations, such as lookup, also with the suffix _hit, _mass, _attention (the share of
+    all attention) or _mean; sink or entropy. By default each relation, lookup_mean, sink and entropy; of each relation
+    that is asked for, the share of all attention too."""
+
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, prompts, _ = self.prepare()
-        table, accuracy = score_and_evaluate(model, prompts, options=self.options)
+        asked = self.metrics or tuple(resolve(prompts, None))
+        shares = [f"{name}_attention" for name in asked if name in prompts.relations and name not in AMONG_ALL]
+        table, accuracy = score_and_evaluate(model, prompts, [*dict.fromkeys((*asked, *shares))], options=self.options)
         known = table.frame[table.frame["value"].notna()]
         of_file = [name for name in prompts.relations if name not in METRICS]  # of a file: what the reader asks about
-        metrics = [metric for metric in (*of_file, *METRICS) if metric in set(known["metric"])]
-        best = {metric: table.top(metric, 3).frame for metric in metrics}
+        metrics = [metric for metric in self.metrics or (*of_file, *METRICS) if metric in set(known["metric"])]
+        ranked = {metric: _ranked(table, metric) for metric in metrics}
+        best = {metric: rows.head(3) for metric, rows in ranked.items()}
+        some_low = any(_low(rows[rows.index < 5]).any() for rows in ranked.values())
+        last = f"Heads that pay the keys less than {LEAST_ATTENTION:g} of all their attention come last. " * some_low
         roles = getattr(model, "roles", None)
         print(
             f"{self.model}: {len(prompts)} prompts of {prompts.inputs.shape[1]} tokens, "
@@ -30,6 +52,7 @@ class Score(PromptVerb):
         print(f"\n  {'metric':<12} best heads (95% interval over prompts{'; planted role' if roles else ''})")
         for metric, rows in best.items():
             print(f"  {metric:<12} " + "   ".join(head_value(row, roles) for _, row in rows.iterrows()))
+        print(f"\n{last}" * some_low)
         leaders = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in [*best.items()][:3])
         task = self.source if self.prompts is None else as_task(prompts)
         right = f"{task.target_name} is correct in {first_token(accuracy)} of cases."
@@ -39,17 +62,45 @@ class Score(PromptVerb):
             results,
             table,
             title=f"Attention heads of {self.model}",
-            summary=f"Highest scores: {leaders or 'none, since no relation has a row'}. {right} Scores describe where "
-            "heads attend, not what the model uses: no head was ablated.",
+            summary=f"Highest scores: {leaders or 'none, since no relation has a row'}. {last}{right} Scores describe "
+            "where heads attend, not what the model uses: no head was ablated.",
             roles=task.roles,
             sections=[
                 *accuracy_sections(accuracy, note),
                 (
                     "The best heads",
-                    "The highest scores of each relation, from 0 to 1, with 95% intervals over prompts.",
-                    plots.top_heads(table, metrics),
+                    "The highest scores, with 95% intervals over prompts"
+                    + f", of heads that pay the keys at least {LEAST_ATTENTION:g} of all their attention" * some_low
+                    + ".",
+                    plots.top_heads(_attending(table, ranked), metrics),
                 ),
                 ("All heads", "The same scores. Hover for one and its interval.", plots.head_maps(table, metrics)),
                 ("A prompt", legend_of(prompts), prompts.to_html(0)),
             ],
         )
+
+
+def _ranked(table: Table, metric: str) -> Any:
+    """The rows of heads from the highest score down, with `attention`, the share of all that their keys get.
+
+    Heads below `LEAST_ATTENTION` come last; the index is the place by score alone.
+    """
+    rows: Any = table.top(metric, len(table)).frame.reset_index(drop=True)
+    shares: Any = table.frame[table.frame["metric"] == f"{metric}_attention"]
+    rows = rows.join(shares.set_index(["layer", "head"])["value"].rename("attention"), on=["layer", "head"])
+    return rows.loc[_low(rows).sort_values(kind="stable").index]
+
+
+def _low(rows: Any) -> Any:
+    return rows["attention"] < LEAST_ATTENTION
+
+
+def _attending(table: Table, ranked: dict[str, Any]) -> Table:
+    """The table without the rows of heads below `LEAST_ATTENTION`, for each metric that other heads have."""
+    keep = np.ones(len(table), dtype=bool)
+    for metric, rows in ranked.items():
+        low = rows[_low(rows)].set_index(["layer", "head"]).index
+        if len(low) < len(rows):
+            heads = table.frame.set_index(["layer", "head"]).index
+            keep &= ~((table.frame["metric"] == metric).to_numpy() & heads.isin(low))
+    return table._rows(np.flatnonzero(keep))

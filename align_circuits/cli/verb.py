@@ -374,11 +374,16 @@ def interval(row: Any) -> str:
 
 
 def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:
-    """Returns the head of a row, or its layer and position, with its value and, in a planted circuit, its role."""
+    """Returns the head of a row, or its layer and position, with its value.
+
+    In brackets stand the share of all its attention, if the row has it, and its role in a planted circuit.
+    """
     head = "" if pd.isna(row.get("head")) else f"H{row['head']}"
     position = f" at {row['position']}" if "position" in row else ""
     text = f"L{row['layer']}{head}{position} {interval(row)}"
-    return text if roles is None else f"{text} ({roles.get((row['layer'], row['head'])) or 'none'})"
+    notes = [] if pd.isna(row.get("attention")) else [f"{row['attention']:.2f} of its attention"]
+    notes += [] if roles is None else [roles.get((row["layer"], row["head"])) or "none"]
+    return f"{text} ({'; '.join(notes)})" if notes else text
 
 
 def accuracy_sections(table: Table, note: str = "", heading: str = "Accuracy") -> list[Section]:

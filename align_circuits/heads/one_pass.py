@@ -56,13 +56,13 @@ def score_and_test(
 
 @leaves_as_found
 def score_and_evaluate(
-    model: HookedModel, prompts: Prompts, *, options: RunOptions = RunOptions()
+    model: HookedModel, prompts: Prompts, metrics: Sequence[str] | None = None, *, options: RunOptions = RunOptions()
 ) -> tuple[Table, Table]:
     """Returns the tables of `score_heads` and of `evaluate`, and raises what they do, from one pass in place of two.
 
     Log-probabilities differ from those of `evaluate` by rounding.
     """
-    both = OnePass(model, prompts)
+    both = OnePass(model, prompts, metrics)
     engine = forward_alike(model, [both.rows], options=options)
     provenance = provenance_of("score_heads", model, prompts, engine, {"metrics": list(both.scores.metrics)})
     evaluated = replace(provenance, verb="evaluate", settings={"metrics": both.targets.names})

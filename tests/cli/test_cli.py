@@ -15,7 +15,7 @@ from measured import table_of
 from plotly.offline import get_plotlyjs
 
 import align_circuits as ac
-from align_circuits.cli import effect_verb, main
+from align_circuits.cli import effect_verb, main, score_command
 from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
 from align_circuits.cli.verb import PromptVerb
 from align_circuits.report.page import MAX_BYTES, packed
@@ -41,6 +41,31 @@ def test_score_writes_a_table_a_self_contained_report_and_its_provenance(tmp_pat
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page), "the report loads something"
     assert page.count(packed(get_plotlyjs())) == 1, "plotly's script stands in the page once"
     assert "align_query" in page and len(page) < MAX_BYTES
+
+
+def test_a_high_share_of_little_attention_does_not_come_first(tmp_path, capsys):
+    """Heads that tell the aligned symbols apart, but hardly look at them, stand behind those that do look."""
+    assert main(["score", *SMALL, "--metrics", "align_query", "entropy", "--out", str(tmp_path)]) == 0
+    printed, table = capsys.readouterr().out, Table.load(tmp_path)
+    assert {*table.frame["metric"]} == {"align_query", "entropy", "align_query_attention"}
+    line = next(line for line in printed.splitlines() if line.startswith("  align_query"))
+    shares = table.to_array("align_query_attention")
+    shown = re.findall(r"L(\d)H(\d) [^(]*\((\d\.\d\d) of its attention", line)
+    assert [f"{shares[int(layer), int(head)]:.2f}" for layer, head, _ in shown] == [share for *_, share in shown]
+    assert "of its attention" not in printed.split("  entropy")[1]
+    frame: Any = table.frame
+    reached = float(table.top("align_query", 1).frame["value"].iloc[0])
+    low = (frame["metric"] == "align_query_attention") & (frame["value"] < 0.1)
+    heads = frame[low][["layer", "head"]].merge(frame.assign(row=range(len(frame))))
+    row = int(heads[heads["metric"] == "align_query"]["row"].iloc[0])
+    raised = replace(table, frame=frame.assign(value=frame["value"].where(np.arange(len(frame)) != row, reached + 1)))
+    ranked = score_command._ranked(raised, "align_query")
+    assert ranked.index[0] == 1 and ranked["attention"].iloc[0] > 0.1, "the first by score alone is not the first"
+    assert (ranked["attention"] >= 0.1).tolist() == sorted(ranked["attention"] >= 0.1, reverse=True)
+    kept: Any = score_command._attending(raised, {"align_query": ranked}).top("align_query", 99).frame
+    assert len(kept) == (ranked["attention"] >= 0.1).sum()
+    assert "less than 0.1 of all their attention come last" in printed
+    assert "come last" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_rerun_says_whether_the_numbers_are_the_same(tmp_path, capsys):
@@ -449,6 +474,9 @@ def pairs_file(tmp_path):
     return path
 
 
+SCORED = ("induction", "previous", "duplicate", "搬运🙂", "sink", "entropy", "搬运🙂_attention")
+
+
 @pytest.mark.slow
 def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     model = ac.load(tiny)
@@ -458,7 +486,7 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     expected = {
         "patch": ac.patch_heads(model, ac.Pair(clean, corrupted, metric="logit_diff")),
         "ablate": ac.ablate_heads(model, clean, metrics=("logit_diff", "accuracy")),
-        "score": ac.score_heads(model, clean),
+        "score": ac.score_heads(model, clean, SCORED),
         "localize": ac.localize(model, clean, corrupted=corrupted, n_controls=1).table,
     }
     options, printed = {"localize": ["--n-controls", "1"], "score": []}, ""

@@ -78,7 +78,8 @@ def _edit(file: Path, old: str, new: str) -> None:
 def test_the_numbers_are_those_of_the_task_in_python_and_are_repeated(tiny, capsys, name):
     assert main(["score", "--task", name, "--model", tiny, "--n", "6", "--out", "run"]) == 0
     model, table = ac.load(tiny), Table.load("run")
-    expected = ac.score_heads(model, load_task(name).sample(6, model.tokenizer, seed=0))
+    scored = ("induction", "previous", "duplicate", "follower", "sink", "entropy", "follower_attention")
+    expected = ac.score_heads(model, load_task(name).sample(6, model.tokenizer, seed=0), scored)
     pd.testing.assert_frame_equal(table.frame, expected.frame)
     assert "follower" in set(table.frame["metric"])
     page = Path("run/report.html").read_text(encoding="utf-8")
