@@ -1,15 +1,25 @@
 """`align-circuits benchmark`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb, command_line
 from align_circuits.cli.workers import Workers
+from align_circuits.tables.tables import Table
+
+FEWEST_WITH_INTERVAL = 5
+"""Circuits below which a mean has no interval: Student's is then wider than the range of the metrics."""
+
+ALL_NUMBERS = f"""\
+The columns trait and at say over which circuits a mean is; recall_at_size is the R-precision. A mean over fewer than \
+{FEWEST_WITH_INTERVAL} circuits has no interval."""
 
 
 @dataclass(frozen=True)
@@ -47,30 +57,53 @@ class Benchmark(Verb):
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         from align_circuits.localizers.registry import localizer, method_names
-        from align_circuits.papers.localizer_zoo import HELD_OUT_ZOO, PUBLIC_ZOO, Zoo, overview
+        from align_circuits.papers import localizer_zoo as zoo
 
         methods = self.methods or tuple(method_names())
         for method in methods:
             localizer(method)  # raises before any long work
-        experiment = HELD_OUT_ZOO if self.held_out else PUBLIC_ZOO
+        experiment = zoo.HELD_OUT_ZOO if self.held_out else zoo.PUBLIC_ZOO
         whole = experiment.scales["paper"]
         if not 1 <= self.circuits <= whole.circuits:
             raise ValueError(f"--circuits {self.circuits}: give 1 to {whole.circuits}")
-        config = Zoo(whole.first, self.circuits, methods)
+        config = zoo.Zoo(whole.first, self.circuits, methods)
         with self.workers.executor(self.folder) as executor:
             table = experiment.run(config, jobs=self.workers.jobs, folder=self.folder, executor=executor)
-        means = overview(table)
+        table = _without_wide_intervals(table)
+        means = zoo.overview(table)
         print(f"{self.circuits} circuits; means over them\n\n{means.to_string(float_format='{:.2f}'.format)}")
+        rows = means.reset_index().to_html(index=False, float_format="{:.2f}".format, na_rep="–", border=0)
+        controls = [f"'{name}' {what}." for name, what in zoo.CONTROLS.items() if name in set(table.frame["method"])]
         self.finish(
             results,
             table,
             settings={**self.settings, **table.provenance.settings},
             title=experiment.title,
             facts={"circuits": str(self.circuits), "command": command_line("benchmark", self, Benchmark())},
-            summary="Means over circuits whose heads are known. A cost is in passes of the model over all prompts.",
+            summary=f"{_answer(table, self.circuits)}\n\nControls in the figures and tables: {' '.join(controls)}",
             sections=[
-                ("Overview", "", means.reset_index().to_html(index=False, float_format="{:.2f}".format, na_rep="")),
+                ("Overview", f"Means over circuits. {zoo.MEANING_OF_COLUMNS}", f'<div class="wide">{rows}</div>'),
                 *((name, "", figure) for name, figure in experiment.draw(table).items()),
-                ("All numbers", "", table),
+                ("All numbers", ALL_NUMBERS, table),
             ],
         )
+
+
+def _without_wide_intervals(table: Table) -> Table:
+    """The table without intervals of means over fewer than `FEWEST_WITH_INTERVAL` circuits."""
+    frame: Any = table.frame.copy()
+    frame.loc[frame["n"] < FEWEST_WITH_INTERVAL, ["low", "high"]] = np.nan
+    return replace(table, frame=frame)
+
+
+def _answer(table: Table, circuits: int) -> str:
+    """Which method ranks heads best, with its mean AUROC, and which comes next."""
+    over_roles: Any = table.where(trait="circuits", at="all", role="all", metric="auroc").frame
+    best, *others = over_roles.sort_values("value", ascending=False, kind="stable").to_dict("records")
+    interval = "" if isnan(best["low"]) else f" [{best['low']:.2f}, {best['high']:.2f}]"
+    rank = f" best of {len(over_roles)} methods" if others else ""
+    following = f"; next is '{others[0]['method']}' with {others[0]['value']:.2f}" if others else ""
+    return (
+        f"'{best['method']}' tells the heads of a role from other heads{rank}: its mean AUROC is "
+        f"{best['value']:.2f}{interval} over {circuits} circuits whose heads are known{following}."
+    )

@@ -44,6 +44,31 @@ DRAWN = ("attention", "ablation, mean", "patching, noise", "EAP-IG", "learned ma
 WITHOUT_ATTENTION = ("inert", "random", "sink", "letter_bias")
 """Kinds of heads that follow no role by attention either: their p-values are to be uniform."""
 
+CONTROLS = {
+    BY_SCORE: "names each head whose attention has a standard score of .5 or more, without any test",
+    "p-values, with the role": "is the share of heads with a role whose permutation test has a p-value of at most .05",
+    "p-values, without the role": "is that share among heads that follow no role; it should be .05",
+}
+"""The controls that stand among the methods of the table and score no heads, and what each is."""
+
+COLUMNS = {
+    "recall_at_size": "R-precision",
+    "recall": "recall",
+    "false_discoveries": "false discoveries",
+    "circuit_performance_ratio": "CPR",
+    "circuit_model_distance": "CMD",
+    "cost": "cost",
+}
+"""What the overview shows beside AUROC, by metric."""
+
+MEANING_OF_COLUMNS = """\
+AUROC is the chance that a head of the role scores higher than one without a role, .5 in a random order. R-precision \
+is the share of a role's n heads among the n that score highest. Methods that also name heads for a role have a \
+recall, the share of the role's heads that they name, and false discoveries, the share of named heads that do not \
+have it. CPR and CMD (Mueller et al., 2025) tell how faithful circuits of the best heads are: a high CPR, a low CMD. \
+Cost is in passes of the model over all prompts."""
+"""What the columns of the overview are."""
+
 BY_CONTENT = ("align_query", "align_key", "lookup")
 """The roles that a head without content cannot follow: one that prefers late tokens attends one token back."""
 
@@ -258,21 +283,14 @@ def _reverse(lead: Measured) -> Measured:
 
 
 def overview(table: Table, at: str = "all") -> pd.DataFrame:
-    """Returns a row for each method: its AUROC by role, and over the roles how many heads it finds, at what cost."""
+    """Returns a row for each method: its AUROC over the roles and by role, and over the roles the other `COLUMNS`."""
     frame: Any = table.where(trait="circuits", at=at).frame
     auroc = frame[frame["metric"] == "auroc"].pivot_table(index="method", columns="role", values="value")
-    names = {
-        "recall_at_size": "heads found, of as many",
-        "recall": "heads named",
-        "false_discoveries": "named falsely",
-        "circuit_performance_ratio": "CPR",
-        "circuit_model_distance": "CMD",
-        "cost": "cost in passes",
-    }
-    rest = frame[(frame["role"] == "all") & frame["metric"].isin(names)]
-    rest = rest.pivot_table(index="method", columns="metric", values="value").rename(columns=names)
+    rest = frame[(frame["role"] == "all") & frame["metric"].isin(COLUMNS)]
+    rest = rest.pivot_table(index="method", columns="metric", values="value").rename(columns=COLUMNS)
+    auroc = auroc[[role for role in ("all", *CIRCUIT_ROLES) if role in auroc]]
     auroc = auroc.rename(columns=lambda role: f"AUROC, {role.replace('_', ' ')}")
-    return auroc.join(rest.reindex(columns=[name for name in names.values() if name in rest])).loc[_methods(table)]
+    return auroc.join(rest.reindex(columns=[name for name in COLUMNS.values() if name in rest])).loc[_methods(table)]
 
 
 def _methods(table: Table) -> list[str]:
@@ -316,16 +334,16 @@ def auroc_map(wide: pd.DataFrame, label: str, height: int) -> go.Figure:
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     split: Any = table.where(trait="copies", role="all").frame
     split = split[split["method"].isin(DRAWN) | ~split["method"].isin(METHODS)]  # and methods of other packages
-    panels = {"best heads, as many as there are": "recall_at_size", "named heads": "recall"}
+    panels = {"R-precision": "recall_at_size", "recall of named heads": "recall"}
     parts = {title: split[split["metric"] == metric] for title, metric in panels.items()}
     blind = plots.curves(
         {title: part.assign(at=part["at"].astype(float)) for title, part in parts.items() if len(part)},
         x="at",
         by="method",
-        label="heads over which a role is split",
-        value="share of its heads found",
+        label="heads that share a role",
+        value="share of them found",
     )
-    return {"auroc": auroc_figure(table), "split roles": blind}
+    return {"AUROC by role": auroc_figure(table), "Recall of roles that several heads share": blind}
 
 
 def _experiment(name: str, title: str, seeds: range, tried: tuple[str, ...]) -> Experiment:

@@ -342,8 +342,18 @@ def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path
     arguments = ["--methods", "attention", "EAP", "--circuits", "1", "--out", str(tmp_path / "first")]
     assert main(["benchmark", *arguments]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"attention +0\.\d\d", printed) and "cost in passes" in printed
-    assert "AUROC, align query" in (tmp_path / "first" / "report.html").read_text()
+    assert re.search(r"attention +0\.\d\d", printed) and "R-precision" in printed
+    page = (tmp_path / "first" / "report.html").read_text()
+    saved = Table.load(tmp_path / "first")
+    auroc: Any = saved.where(trait="circuits", role="all", metric="auroc").frame.set_index("method")["value"]
+    best, other = auroc.sort_values(ascending=False).index
+    answer = (
+        rf"&#39;{best}&#39; tells .* best of 2 .* AUROC is {auroc[best]:.2f} over 1 .*; next is &#39;{other}&#39; with"
+    )
+    assert re.search(rf'<div class="summary"><p>{answer}', page)
+    assert '<h2 id="auroc-by-role">' in page and "AUROC, align query" in page and 'border="1"' not in page
+    assert "attention of .5&#39; names each head" in page and "heads that follow no role; it should be .05" in page
+    assert saved.frame[["low", "high"]].isna().to_numpy().all(), "no interval of fewer than five circuits"
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
 
 

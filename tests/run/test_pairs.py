@@ -30,9 +30,12 @@ def test_shown_in_consoles_and_notebooks(char_tokenizer):
 
 
 def test_the_target_of_both_prompts_is_said_to_be_the_answer_of_the_clean_one(char_tokenizer):
-    answers = {"answer": ["ab"], "corrupted_answer": ["cd"]}
-    pair = ac.Pair(*ac.Prompts.from_pairs(["ab:"], ["cd:"], char_tokenizer, **answers))
-    assert pair.to_html().endswith("<div>target of both prompts: ab (the right answer of the clean prompt)</div>")
+    halves = ac.Prompts.from_pairs(["ab:"], ["cd:"], char_tokenizer, answer=["ab"], corrupted_answer=["cd"])
+    assert (
+        ac.Pair(*halves)
+        .to_html()
+        .endswith("<div>target of both prompts: ab (the right answer of the clean prompt)</div>")
+    )
 
 
 @pytest.mark.parametrize(
