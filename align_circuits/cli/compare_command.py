@@ -13,6 +13,7 @@ from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb
 from align_circuits.report.page import Section
 from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.ranking import End, best_end
 from align_circuits.tables.tables import VALUES, Table
 
 SHOWN = 10
@@ -37,20 +38,21 @@ class Compare(Verb):
         table, paired = differences(*tables)
         settings, claims = (compared(*tables) for compared in (settings_that_differ, claims_of))
         differing = _differing(table)
-        left_out = [f"{len(run) - len(table)} are in {name} alone" for name, run in zip("AB", tables, strict=True)]
-        summary = f"{len(table) - len(differing)} of {len(table)} numbers are equal in A and B ({', '.join(left_out)})."
+        of_two_verbs = tables[0].provenance.verb != tables[1].provenance.verb
+        if of_two_verbs:
+            summary = " ".join([*_agreement(table, *tables), *_in_one_alone(table, *tables)])
+        else:
+            left_out = [f"{len(run) - len(table)} are in {name} alone" for name, run in zip("AB", tables, strict=True)]
+            equal = len(table) - len(differing)
+            summary = f"{equal} of {len(table)} numbers are equal in A and B ({', '.join(left_out)})."
         if len(differing) or not paired:
             other = len({each.provenance.data.get("digest") for each in tables}) > 1
             without = "without intervals" + (": the prompts differ" if other else "")
             why = "with 95% intervals over the same prompts" if paired else without
             summary += f" Differences are B minus A, {why}."
         print(f"A: {self.first}\nB: {self.second}\n\n{summary}\n")
-        for name, rows in (("settings that differ", settings), ("claims", claims)):
-            if len(rows):
-                print(f"{name}:\n{rows.to_string(index=False)}\n")
-        if len(differing):
-            rows = differing.frame.head(SHOWN).to_string(index=False, float_format="{:.3g}".format)
-            print(f"largest differences:\n{rows}")
+        largest: Any = differing.frame.head(SHOWN)
+        shown = {"settings that differ": settings, "claims": claims, "largest differences": largest}
         sections: list[Section] = [
             ("Settings that differ", "Of the command, the model, the prompts and the versions.", _html(settings)),
             *([("Claims", "How each claim stands in both runs.", _html(claims))] if len(claims) else []),
@@ -58,6 +60,13 @@ class Compare(Verb):
         if len(differing):
             note = "The largest differences first; value, low and high are of B minus A."
             sections.append(("Numbers that differ", note, differing))
+        if of_two_verbs:  # whose settings differ anyway
+            shown, sections = dict(reversed(shown.items())), sections[::-1]
+        texts = {
+            name: rows.to_string(index=False, float_format="{:.3g}".format) for name, rows in shown.items() if len(rows)
+        }
+        if texts:
+            print("\n\n".join(f"{name}:\n{text}" for name, text in texts.items()))
         self.finish(
             results,
             table,
@@ -113,8 +122,49 @@ def _differing(table: Table) -> Table:
     return replace(table, frame=table.frame[(one != other) & ~(np.isnan(one) & np.isnan(other))])
 
 
+def _agreement(table: Table, first: Table, second: Table) -> Iterator[str]:
+    """Yields how well the effects of two verbs agree in rank, by metric, in sentences."""
+    frame: Any = table.of_all_targets().frame.dropna(subset=["A", "B"])
+    for metric, rows in frame.groupby("metric", sort=False):
+        if rows["A"].nunique() < 2 or rows["B"].nunique() < 2:
+            yield f"{metric}: no rank correlation, since all effects of a run are equal."
+            continue
+        ends = [_best_end_of(run, metric) for run in (first, second)]
+        rho = rows["A"].corr(rows["B"], method="spearman") * (1 if ends[0] == ends[1] else -1)
+        turned = "" if ends[0] == ends[1] else f", the {ends[0]} effects of A beside the {ends[1]} of B"
+        of = "rows" if "head" not in rows or rows.duplicated(["layer", "head"]).any() else "heads"
+        yield f"{metric}: rank correlation of the effects {rho:.2f} (Spearman, over {len(rows)} {of}{turned})."
+
+
+def _best_end_of(run: Table, metric: str) -> End:
+    """Which end of a metric matters most in a run."""
+    of_metric: Any = run.frame[run.frame["metric"] == metric]
+    direction = {"direction": of_metric["direction"].iloc[0]} if "direction" in run.keys else {}
+    return best_end(run.provenance.verb, run.provenance.settings, {"metric": metric, **direction})
+
+
+def _in_one_alone(table: Table, first: Table, second: Table) -> Iterator[str]:
+    """Yields what only one of two runs measured, such as a metric or some heads, in a sentence a run."""
+    for name, run, other in (("A", first, second), ("B", second, first)):
+        compared: Any = run.frame if "kind" in other.keys else run.of_all_targets().frame
+        alone: list[str] = []
+        for key in run.keys:
+            if key in ("layer", "head"):
+                continue
+            both = (other.frame if key in other.keys else compared)[key]
+            alone += [f"{key} {value}" for value in run.frame[key].dropna().unique() if value not in set(both)]
+            compared = compared[compared[key].isin(both)]
+        if more := len(compared) - len(table):
+            alone.append(f"effects of other heads ({more})")
+        if alone:
+            yield f"In {name} alone: {', '.join(alone)}."
+
+
 def settings_that_differ(first: Table, second: Table) -> pd.DataFrame:
-    """Returns what differs between two runs' provenances, but for where they were written."""
+    """Returns what differs between two runs' provenances, but for where they were written.
+
+    A single site of `sites` is compared with the `site` of other verbs.
+    """
     one, other = (
         {
             name: value
@@ -149,6 +199,8 @@ def _flat(part: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
     for key, value in part.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{name} {key}")
+        elif key == "sites" and isinstance(value, list) and len(value) == 1:
+            yield f"{name} site", value[0]
         else:
             yield f"{name} {key}", value
 

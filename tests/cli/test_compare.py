@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import spearmanr
 
 from align_circuits.cli import main
 from align_circuits.cli.verb import command_line
@@ -14,8 +15,8 @@ from align_circuits.tables.tables import Table
 HEADS: Any = pd.DataFrame({"level": "head", "layer": [0, 0, 1], "head": [0, 1, 0], "metric": "lookup"})
 
 
-def run(values, folder, *, seed=0, digest="d", verb="score", heads=HEADS):
-    made = Provenance(verb, {"seed": seed, "out": str(folder)}, data={"digest": digest})
+def run(values, folder, *, seed=0, digest="d", verb="score", heads=HEADS, settings=None):
+    made = Provenance(verb, {"seed": seed, "out": str(folder), **(settings or {})}, data={"digest": digest})
     numbers = np.asarray(values, dtype=float)
     table = Table.from_prompts(heads, numbers, np.ones_like(numbers), made, bounded=False)
     table.save(folder)
@@ -82,7 +83,15 @@ def test_estimates_stand_beside_what_they_estimate(values, tmp_path, capsys):
     assert made["low"].notna().all()
     more = pd.concat([kinds, HEADS.assign(kind="all", positions="all", metric="accuracy")])
     run(np.concatenate([values[0], values[0] + 1, values[1]]), tmp_path / "a", verb="patch", heads=more)
-    assert main(command) == 0 and "3 are in A alone" in (said := capsys.readouterr().out)
+    capsys.readouterr()
+    assert main(command) == 0
+    rho, _ = spearmanr(values[0].mean(1), values[1].mean(1))
+    said = capsys.readouterr().out
+    assert said.split("\n\n")[1].startswith(
+        f"lookup: rank correlation of the effects {rho:.2f} (Spearman, over 3 heads). "
+        "In A alone: metric accuracy, kind first. Differences"
+    )
+    assert said.index("largest differences") < said.index("report:") and "numbers are equal" not in said
     assert "with 95% intervals over the same prompts" in said, "though A has another metric too"
     again: Any = Table.load(tmp_path / "both").frame.sort_values(["layer", "head"])
     pd.testing.assert_frame_equal(again, made)
@@ -90,6 +99,21 @@ def test_estimates_stand_beside_what_they_estimate(values, tmp_path, capsys):
     assert main(command) == 2 and "has positions, which tells its rows apart" in capsys.readouterr().err
     run(values[0], tmp_path / "a", verb="attribute", heads=HEADS.assign(metric="kl"))
     assert main(command) == 2 and "these differ in metric (kl, lookup)" in capsys.readouterr().err
+
+
+def test_effects_with_opposite_signs_are_ranked_from_the_end_that_matters(values, tmp_path, capsys):
+    run(values[0], tmp_path / "a", verb="patch", settings={"sites": ["z"], "heads": None})
+    run(-values[0][:2], tmp_path / "b", verb="ablate", heads=HEADS[:2], settings={"site": "z", "how": "mean"})
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "effects 1.00 (Spearman, over 2 heads, the highest effects of A beside the lowest of B)" in said
+    assert "In A alone: effects of other heads (1)." in said and "In B alone" not in said
+    settings = said.split("settings that differ:\n")[1].split("\n\n")[0].splitlines()[1:]
+    assert [line.split() for line in settings] == [["settings", "how", "–", "mean"]], "sites ['z'] is site z"
+    run(np.ones((3, 9)), tmp_path / "b", verb="ablate")
+    assert main([*command, "--overwrite"]) == 0
+    assert "lookup: no rank correlation, since all effects of a run are equal." in capsys.readouterr().out
 
 
 def test_the_command_has_only_what_was_set():
