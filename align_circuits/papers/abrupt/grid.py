@@ -291,7 +291,9 @@ def train_on_exemplars(
         metrics=metrics,
         recipe={"net_seeds": list(net.seeds)} | settings | dict(recipe or {}),
         progress=progress,
-        graph=on_gpu and intervention is None,  # interventions copy numbers from the CPU, which a graph cannot
+        # Interventions copy numbers from the CPU, which a graph cannot. A device that is called cuda in a PyTorch
+        # without CUDA, as a test pretends one, captures none.
+        graph=on_gpu and intervention is None and torch.backends.cuda.is_built(),
         ahead=on_gpu * math.ceil(len(net) / DRAWN_BY_A_THREAD),
     ).log
     curves = [
