@@ -52,7 +52,7 @@ class Score(PromptVerb):
         print(f"\n  {'metric':<12} best heads (95% interval over prompts{'; planted role' if roles else ''})")
         for metric, rows in best.items():
             print(f"  {metric:<12} " + "   ".join(head_value(row, roles) for _, row in rows.iterrows()))
-        print(f"\n{last}" * some_low)
+        print(f"\n{last.rstrip()}" * some_low)
         leaders = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in [*best.items()][:3])
         task = self.source if self.prompts is None else as_task(prompts)
         right = f"{task.target_name} is correct in {first_token(accuracy)} of cases."
