@@ -34,7 +34,8 @@ class Compare(Verb):
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
-        tables = [_loaded(folder) for folder in (self.first, self.second)]
+        runs = [_loaded(folder) for folder in (self.first, self.second)]
+        tables = [run.where(estimated=False) if "estimated" in run.keys else run for run in runs]
         table, paired = differences(*tables)
         settings, claims = (compared(*tables) for compared in (settings_that_differ, claims_of))
         differing = _differing(table)
@@ -45,6 +46,9 @@ class Compare(Verb):
             left_out = [f"{len(run) - len(table)} are in {name} alone" for name, run in zip("AB", tables, strict=True)]
             equal = len(table) - len(differing)
             summary = f"{equal} of {len(table)} numbers are equal in A and B ({', '.join(left_out)})."
+        for name, run, measured in zip("AB", runs, tables, strict=True):
+            if estimates := len(run) - len(measured):
+                summary += f" {estimates} of {len(run)} numbers of {name} are estimates of a screen, and left out."
         if len(differing) or not paired:
             other = len({each.provenance.data.get("digest") for each in tables}) > 1
             without = "without intervals" + (": the prompts differ" if other else "")

@@ -78,10 +78,12 @@ class EffectVerb(SweepVerb):
         """Prints how it was measured and the heads that matter most; writes the results, with `what` and `but`."""
         tables = dict(_by_site(table, metric))
         lines = [(f"{site}: " if site else "") + best_of(of_site, metric) for site, of_site in tables.items()]
-        print("\n".join([f"{self.model}: {how}\n", *(f"  {line}" for line in lines), "", *table.remarks]))
+        screened = _screened(table)
+        told = [f"  {line}" for line in [*lines, *screened]]
+        print("\n".join([f"{self.model}: {how}\n", *told, "", *table.remarks]))
         warnings = [warning.replace("log_prob", "log-probability") for warning in table.where(metric=metric).warnings]
         notes = [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
-        summary = "\n\n".join([f"{what}, largest first: {lines[0]}. {but}", *lines[1:], *notes])
+        summary = "\n\n".join([f"{what}, largest first: {lines[0]}. {but}", *lines[1:], *screened, *notes])
         sections = list(_sections(table, tables, metric, prompts))
         self.finish(results, table, title=title, summary=summary, sections=sections)
 
@@ -135,6 +137,14 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
         columns = shown.normalized().frame[["value", "low", "high"]].add_prefix("normalised ")
         shown = Table(shown.frame.join(columns), shown.provenance)
     yield "All numbers", "", shown
+
+
+def _screened(table: Table) -> list[str]:
+    """How many heads were run, in a sentence, if a gradient screened out the others."""
+    if "estimated" not in table.keys:
+        return []
+    heads: Any = table.frame.drop_duplicates(["layer", "head"])
+    return [f"{int((~heads['estimated']).sum())} of {len(heads)} heads were run, grey ones are estimates alone."]
 
 
 def _by_site(table: Table, metric: str) -> Iterator[tuple[str, Table]]:

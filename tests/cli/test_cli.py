@@ -437,7 +437,11 @@ def test_a_screen_marks_its_estimates(tmp_path, capsys, verb):
     table = Table.load(tmp_path)
     assert 0.5 < np.mean(table.frame["estimated"]) <= 0.75
     best = table.where(metric="log_prob", kind="all", estimated=False).top("log_prob", 1).frame.iloc[0]
-    assert f"L{best['layer']}H{best['head']} {best['value']:.2f}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"L{best['layer']}H{best['head']} {best['value']:.2f}" in printed
+    measured: Any = table.where(estimated=False).frame
+    told = f"{len(measured.drop_duplicates(['layer', 'head']))} of "
+    assert f"  {told}" in printed and " heads were run, grey ones are estimates alone." in printed
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     estimates = page.partition('<h2 id="estimates">')[2].partition("<h2")[0]
     assert "these heads were screened out, and not run" in estimates

@@ -116,6 +116,15 @@ def test_effects_with_opposite_signs_are_ranked_from_the_end_that_matters(values
     assert "lookup: no rank correlation, since all effects of a run are equal." in capsys.readouterr().out
 
 
+def test_of_a_screened_run_what_was_measured_is_compared(values, tmp_path, capsys):
+    run(values[0], tmp_path / "a", verb="ablate", heads=HEADS.assign(estimated=[False, True, False]))
+    run(values[0], tmp_path / "b", verb="ablate")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 2 numbers are equal in A and B (0 are in A alone, 1 are in B alone)" in printed
+    assert "1 of 3 numbers of A are estimates of a screen, and left out" in printed
+
+
 def test_the_command_has_only_what_was_set():
     from align_circuits.cli.score_command import Score
     from align_circuits.tasks.seq2seq import Seq2SeqTask

@@ -11,7 +11,7 @@ const unpacked = async text => {
 };
 // On a phone the panels of a figure stand one below the other, and the scale of its colours below them.
 const stacked = layout => {
-  const {t, b} = layout.margin, inner = layout.height - t - b, gap = 100;
+  const {t = 100, b = 80} = layout.margin ?? {}, inner = (layout.height ?? 450) - t - b, gap = 100;
   const panels = Object.keys(layout).filter(name => /^xaxis\d*$/.test(name)).map(name => {
     const [x, y] = [layout[name], layout[name.replace("x", "y")]];
     const {domain: [left, right] = [0, 1]} = x, {domain: [bottom, top] = [0, 1]} = y;
