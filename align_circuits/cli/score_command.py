@@ -74,7 +74,12 @@ class Score(PromptVerb):
                     + ".",
                     plots.top_heads(_attending(table, ranked), metrics),
                 ),
-                ("All heads", "The same scores. Hover for one and its interval.", plots.head_maps(table, metrics)),
+                (
+                    "All heads",
+                    "The scores of all heads, also of those that pay the keys next to nothing of their attention: such "
+                    "a score is a share of little. Hover for one and its interval.",
+                    plots.head_maps(table, metrics),
+                ),
                 ("A prompt", legend_of(prompts), prompts.to_html(0)),
             ],
         )

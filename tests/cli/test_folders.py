@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def test_a_table_whose_replacement_was_cut_off_is_read_whole(tmp_path, monkeypat
 
 
 def test_a_full_disk_ends_in_one_line_and_the_earlier_results_stay(tmp_path, monkeypatch, capsys):
+    @dataclass
     class Full:
         folder, overwrite, renews = tmp_path / "run", True, None
 
