@@ -99,8 +99,9 @@ def _meant(name: str, known: Mapping[str, Any]) -> str:
 
 def listed(one_or_several: Any) -> list[Any]:
     """Returns several metrics as a list; one alone, a name or a function, may come without."""
-    alone = isinstance(one_or_several, str) or callable(one_or_several)
-    return [one_or_several] if alone else list(one_or_several)
+    if isinstance(one_or_several, str) or callable(one_or_several):
+        return [one_or_several]
+    return list(one_or_several)
 
 
 @cache
