@@ -456,6 +456,9 @@ def test_a_graph_trains_as_launches_do(optimizer):
             model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)).to("cuda")
         logs.append(quiet(model, sample, loss, config, **how).log)
     pd.testing.assert_frame_equal(*logs, rtol=1e-4)
+    data, untouched = (torch.arange(56.0, device="cuda").view(7, 1, 8) for _ in range(2))
+    quiet(model, lambda step, _: data[step], lambda model, batch: model(batch).square().mean(), config, graph=True)
+    assert torch.equal(data, untouched), "the first batch was a part of the data, and later ones were written over it"
     growing = iter(range(1, 8))
     with pytest.raises(ValueError, match="after"):
         quiet(

@@ -198,7 +198,7 @@ def train(
         value.backward()
         return value.detach()
 
-    run = _Graph(backward) if graph else backward
+    run = _Graph(backward, device) if graph else backward
     alone = one_thread_at_a_time(lambda: [*bridges.parts_of(model), torch.default_generator])
     with alone, ExitStack() as stack:
         first_step, log = 0, []
@@ -278,12 +278,13 @@ class _Graph:
     What it returns, and the gradients that it leaves, lie in the same memory after every call.
     """
 
-    def __init__(self, compute: Callable[[Any], Tensor]):
-        self._compute, self._graph = compute, None
+    def __init__(self, compute: Callable[[Any], Tensor], device: torch.device):
+        self._compute, self._device, self._graph = compute, device, None
 
     def __call__(self, batch: Any) -> Tensor:
         if self._graph is None:
-            self._inputs = batch
+            # A copy: later batches are written over it, and the first may be a part of the caller's data.
+            self._inputs = _to(self._device, batch, copy=True)
             # Libraries allocate and choose kernels at the first calls, which a capture does not allow.
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -307,7 +308,7 @@ def _copy(source: Any, target: Any) -> None:
                 f"a batch of shape {tuple(source.shape)} after {tuple(target.shape)}: graph=True needs one"
             )
         target.copy_(source)
-    elif isinstance(source, Mapping):
+    elif isinstance(source, dict):
         for key, value in source.items():
             _copy(value, target[key])
     elif isinstance(source, tuple | list):
@@ -404,13 +405,13 @@ def _reseed(device: torch.device, seed: int) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def _to(device: torch.device, batch: Any) -> Any:
+def _to(device: torch.device, batch: Any, *, copy: bool = False) -> Any:
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return batch.to(device, copy=copy)
     if isinstance(batch, dict):
-        return {key: _to(device, value) for key, value in batch.items()}
+        return {key: _to(device, value, copy=copy) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(_to(device, value) for value in batch)
+        return type(batch)(_to(device, value, copy=copy) for value in batch)
     return batch
 
 
