@@ -19,6 +19,9 @@ from align_circuits.tables.tables import VALUES, Table
 SHOWN = 10
 """The rows that are printed; the report has more and the table all."""
 
+IN_REPORT = 100
+"""The rows of both runs in a report without differences."""
+
 EFFECTS = {"patch", "attribute", "ablate"}
 """The verbs whose numbers are effects of heads."""
 
@@ -49,21 +52,28 @@ class Compare(Verb):
         for name, run, measured in zip("AB", runs, tables, strict=True):
             if estimates := len(run) - len(measured):
                 summary += f" {estimates} of {len(run)} numbers of {name} are estimates of a screen, and left out."
-        if len(differing) or not paired:
+        opposite = of_two_verbs and _are_opposite(table, *tables)
+        if opposite:
+            summary += " What one run counts as a loss the other counts as a gain, so no differences are told."
+        elif len(differing) or not paired:
             other = len({each.provenance.data.get("digest") for each in tables}) > 1
             without = "without intervals" + (": the prompts differ" if other else "")
             why = "with 95% intervals over the same prompts" if paired else without
             summary += f" Differences are B minus A, {why}."
         print(f"A: {self.first}\nB: {self.second}\n\n{summary}\n")
-        largest: Any = differing.frame.head(SHOWN)
-        shown = {"settings that differ": settings, "claims": claims, "largest differences": largest}
+        numbers: Any = differing.frame
+        heading, note = "Numbers that differ", "The largest differences first; value, low and high are of B minus A."
+        if opposite:
+            numbers = numbers.drop(columns=[*VALUES]).sort_values("A", key=abs, ascending=False, kind="stable")
+            heading, note = "Numbers of both runs", f"The {IN_REPORT} largest of A first; the table has all."
+        first_rows = "largest of A" if opposite else "largest differences"
+        shown = {"settings that differ": settings, "claims": claims, first_rows: numbers.head(SHOWN)}
         sections: list[Section] = [
             ("Settings that differ", "Of the command, the model, the prompts and the versions.", _html(settings)),
             *([("Claims", "How each claim stands in both runs.", _html(claims))] if len(claims) else []),
         ]
         if len(differing):
-            note = "The largest differences first; value, low and high are of B minus A."
-            sections.append(("Numbers that differ", note, differing))
+            sections.append((heading, note, _html(numbers.head(IN_REPORT)) if opposite else differing))
         if of_two_verbs:  # whose settings differ anyway
             shown, sections = dict(reversed(shown.items())), sections[::-1]
         texts = {
@@ -138,6 +148,11 @@ def _agreement(table: Table, first: Table, second: Table) -> Iterator[str]:
         turned = "" if ends[0] == ends[1] else f", the {ends[0]} effects of A beside the {ends[1]} of B"
         of = "rows" if "head" not in rows or rows.duplicated(["layer", "head"]).any() else "heads"
         yield f"{metric}: rank correlation of the effects {rho:.2f} (Spearman, over {len(rows)} {of}{turned})."
+
+
+def _are_opposite(table: Table, first: Table, second: Table) -> bool:
+    """Whether two runs count what matters in opposite directions, as what ablation takes and what patching brings."""
+    return any(_best_end_of(first, metric) != _best_end_of(second, metric) for metric in {*table.frame["metric"]})
 
 
 def _best_end_of(run: Table, metric: str) -> End:

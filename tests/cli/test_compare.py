@@ -109,6 +109,10 @@ def test_effects_with_opposite_signs_are_ranked_from_the_end_that_matters(values
     said = capsys.readouterr().out
     assert "effects 1.00 (Spearman, over 2 heads, the highest effects of A beside the lowest of B)" in said
     assert "In A alone: effects of other heads (1)." in said and "In B alone" not in said
+    assert "counts as a loss the other counts as a gain" in said and "B minus A" not in said
+    listed = [line.split() for line in said.split("largest of A:\n")[1].split("\n\n")[0].splitlines()]
+    assert listed[0][-2:] == ["A", "B"] and abs(float(listed[1][-2])) >= abs(float(listed[2][-2]))
+    assert "Numbers of both runs" in (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
     settings = said.split("settings that differ:\n")[1].split("\n\n")[0].splitlines()[1:]
     assert [line.split() for line in settings] == [["settings", "how", "–", "mean"]], "sites ['z'] is site z"
     run(np.ones((3, 9)), tmp_path / "b", verb="ablate")
