@@ -90,6 +90,16 @@ def test_at_the_size_of_the_paper_attention_to_labels_makes_a_third_of_its_rise_
     assert made("tila2").startswith("0.05 ")
 
 
+def test_at_the_size_of_the_paper_transitions_come_where_the_page_of_details_says():
+    def thousands(study: str, **where: Any) -> list[int]:
+        steps = TRANSITION.at(**where)(Table.load(KEPT / study / "paper")) / 1000
+        return [round(steps.min()), round(steps.max())]
+
+    assert thousands("abrupt-transition") == [29, 31]
+    assert thousands("abrupt-fig6", model="two", n_labels=8) == [42, 74]
+    assert thousands("abrupt-fig6", model="two", n_labels=32) == [20, 22]
+
+
 def test_networks_of_the_transition_are_named_by_their_seeds(tmp_path):
     (ensemble,) = Grid(replace(SMOKE, first_seed=7), ({},)).ensembles()
     found: Any = pd.DataFrame(trained_networks(ensemble=ensemble, trained=str(tmp_path)))
