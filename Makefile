@@ -93,7 +93,7 @@ gpu: $(READY)
 # Not in `check`: measures the tables of docs/found.md anew, some hours of a core. SmolLM2 and the toy without lessons are
 # left out: `reproduce icatune/unmask --model smollm2`, `icatune/prosthesis` likewise, and `pretrain --recipe unmarked`.
 found: $(READY)
-	for name in localizers/zoo localizers/held-out localizers/edges localizers/prompts localizers/trained localize/groups icatune/unmask icatune/prosthesis icatune/order icatune/needs icatune/posterior; do \
+	for name in localizers/zoo localizers/held-out localizers/edges localizers/prompts localizers/trained localizers/redundancy-tuning localizers/redundancy localize/groups icatune/unmask icatune/prosthesis icatune/order icatune/needs icatune/posterior; do \
 		$(BIN)/align-circuits reproduce $$name || exit 1; \
 	done
 

@@ -11,6 +11,7 @@ from align_circuits.validation.localize_null import NULL
 from align_circuits.validation.localize_power import POWER
 from align_circuits.validation.localizer_edges import EDGE_ZOO
 from align_circuits.validation.localizers_by_prompts import BY_PROMPTS
+from align_circuits.validation.redundancy import REDUNDANCY, REDUNDANCY_TUNING
 from align_circuits.validation.toy_llama_criteria import CRITERIA
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -22,6 +23,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     HELD_OUT_ZOO,
     BY_PROMPTS,
     TRAINED_ZOO,
+    REDUNDANCY_TUNING,
+    REDUNDANCY,
     EDGE_ZOO,
     RANDOM_GROUPS,
     EXACT,

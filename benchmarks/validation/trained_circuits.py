@@ -15,7 +15,7 @@ from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
 from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig, check_fits
 from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, STAGES, PlantedModel, planted_circuit
-from align_circuits.prompts.prompts import TokenKind
+from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.seq2seq import Seq2SeqTask, config_of
 from align_circuits.training.loop import TrainConfig, train
@@ -32,7 +32,7 @@ HINTED = 0.6
 SURE = 1.0
 """By how much the logit of the best letter exceeds that of the next where a most likely letter counts, in nats."""
 
-_CONFIG: Mapping[str, Any] = MappingProxyType(
+TRAINING: Mapping[str, Any] = MappingProxyType(
     {"lr": 0.003, "betas": (0.9, 0.98), "schedule": "linear", "warmup": 50, "weight_decay": 0.01}
 )
 
@@ -94,7 +94,7 @@ def train_circuit(
     """
     _check(task, steps, n_layers, n_heads, d_model)
     streams = Rng(seed, "interchange training")
-    planted = planted_circuit(task, seed, decoys=(), n_layers=STAGES, n_ctx=_length(task))
+    planted = planted_circuit(task, seed, decoys=(), n_layers=STAGES, n_ctx=prompt_length(task))
     shape = HandBuiltConfig(
         n_layers=n_layers,
         n_heads=n_heads,
@@ -107,7 +107,7 @@ def train_circuit(
     )
     check_fits(shape)
     model = TrainedCircuit(shape, planted.tokenizer)
-    _randomize(model, streams)
+    randomize(model, streams)
     roles = _places(model.cfg, streams)
     model.task, model.strength = task, 1.0
     model.kinds = MappingProxyType({head: roles.get(head, "other") for head in heads_of(model.cfg)})
@@ -122,7 +122,7 @@ def train_circuit(
             hint = torch.tensor(max(0.0, 1 - step / (HINTED * steps)))
             return base, source, with_roles, others, hint
 
-        config = TrainConfig(steps=steps, log_every=steps, **{**_CONFIG, "warmup": min(_CONFIG["warmup"], steps)})
+        config = TrainConfig(steps=steps, log_every=steps, **{**TRAINING, "warmup": min(TRAINING["warmup"], steps)})
         recipe = {"task": config_of(task), "kinds": {str(head): role for head, role in roles.items()}}
         train(
             student,
@@ -163,16 +163,16 @@ def what_was_reached(model: PlantedModel, planted: PlantedModel, n: int = 128, s
     """
     base, source = _pairs(planted.task, planted, n, seed)
     letters = planted.task.sample(1, planted.tokenizer, references=False).answer_tokens
-    queries = _queries(planted.task, base[0], letters)
+    queries = answer_queries(planted.task, base[0], letters)
     own, theirs = _heads_by_role(model), _heads_by_role(planted)
     others = [head for head in heads_of(model.cfg) if head not in own.values()]
     order = Rng(seed, "other heads").order("others", 1, len(others))[0].tolist()
 
     with torch.no_grad():
-        sources = {each: _run(each, source)[1] for each in (model, planted)}
+        sources = {each: run_exchanged(each, source)[1] for each in (model, planted)}
 
     def logits(of: PlantedModel, heads: Sequence[Head]) -> Float[Tensor, "prompt query d_vocab"]:
-        return _run(of, base, sources[of], _chosen(of, n, heads))[0][:, queries]
+        return run_exchanged(of, base, sources[of], _chosen(of, n, heads))[0][:, queries]
 
     def answers(heads: Sequence[Head]) -> Int[Tensor, "prompt query"]:
         return logits(model, heads).argmax(-1)
@@ -207,7 +207,7 @@ class _Student(nn.Module):
         self.own, self.theirs = _heads_by_role(model), _heads_by_role(planted)
         example = planted.task.sample(1, planted.tokenizer, references=False)
         self.letters = example.answer_tokens
-        self.queries = _queries(planted.task, example.inputs[0], example.answer_tokens)
+        self.queries = answer_queries(planted.task, example.inputs[0], example.answer_tokens)
         self.hints = nn.ModuleDict()
         weights = streams.generator("hints")
         for role in CIRCUIT_ROLES[:-1]:
@@ -215,7 +215,7 @@ class _Student(nn.Module):
             linear = cast(nn.Linear, nn.utils.skip_init(nn.Linear, model.cfg.d_head, planted.cfg.d_head))
             with torch.no_grad():
                 for parameter in linear.parameters():
-                    parameter.copy_(_normal(weights, *parameter.shape) * model.cfg.d_head**-0.5)
+                    parameter.copy_(normal(weights, *parameter.shape) * model.cfg.d_head**-0.5)
             self.hints[role] = linear
         self._planted = [planted.requires_grad_(False)]  # in a list: no module of this one, so that it is not saved
 
@@ -235,11 +235,13 @@ class _Student(nn.Module):
             (layer, head), (layer_there, head_there) = self.own[role], self.theirs[role]
             of_model[:, layer, head] = of_planted[:, layer_there, head_there] = with_roles[:, place]
         with torch.no_grad():
-            planted_outputs = _run(planted, torch.cat([base, source]))[1]
+            planted_outputs = run_exchanged(planted, torch.cat([base, source]))[1]
             elsewhere = {layer: z[len(base) :] for layer, z in planted_outputs.items()}
-            target = _run(planted, base, elsewhere, of_planted)[0][:, self.queries][..., self.letters].softmax(-1)
-            outputs = _run(self.model, source)[1]
-        logits, changed = _run(self.model, base, outputs, of_model)
+            target = run_exchanged(planted, base, elsewhere, of_planted)[0][:, self.queries][..., self.letters].softmax(
+                -1
+            )
+            outputs = run_exchanged(self.model, source)[1]
+        logits, changed = run_exchanged(self.model, base, outputs, of_model)
         log_probs = logits[:, self.queries].log_softmax(-1)[..., self.letters]
         loss = -(target * log_probs).sum(-1).mean()
         if not hint:
@@ -253,13 +255,13 @@ class _Student(nn.Module):
         return loss
 
 
-def _run(
+def run_exchanged(
     model: HandBuilt,
     tokens: Int[Tensor, "prompt pos"],
     source: Mapping[int, Float[Tensor, "prompt pos head d_head"]] = MappingProxyType({}),
     chosen: Bool[Tensor, "prompt layer head"] | None = None,
 ) -> tuple[Float[Tensor, "prompt pos d_vocab"], dict[int, Float[Tensor, "prompt pos head d_head"]]]:
-    """The logits, and every layer's heads' outputs, of which those that are chosen come from another run."""
+    """Returns the logits, and every layer's heads' outputs, of which the chosen ones come from another run."""
     outputs: dict[int, Tensor] = {}
 
     def exchange(layer: int) -> Any:
@@ -287,11 +289,15 @@ def _chosen(model: HandBuilt, n: int, heads: Sequence[Head]) -> Bool[Tensor, "pr
 def _pairs(
     task: Seq2SeqTask, model: PlantedModel, n: int, seed: int
 ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
-    """Prompts, and others in whose place their symbols were put, the first for the first, so that both have the same.
+    return paired(task, task.sample(2 * n, model.tokenizer, seed=seed, references=False))
 
-    A head that is exchanged then speaks of symbols that the prompt has.
+
+def paired(task: Seq2SeqTask, prompts: Prompts) -> tuple[Int[Tensor, "pair pos"], Int[Tensor, "pair pos"]]:
+    """Returns the first half of prompts, and the second half with the symbols of the first put in their place.
+
+    A head that is exchanged between the two prompts of a pair then speaks of symbols that both have.
     """
-    prompts = task.sample(2 * n, model.tokenizer, seed=seed, references=False)
+    n = len(prompts) // 2
     base, source = prompts.inputs[:n], prompts.inputs[n:]
     symbols = prompts.inputs[prompts.token_kinds == TokenKind.INPUT].unique()
     of_base, of_source = (base[..., None] == symbols).any(1), source[..., None] == symbols
@@ -300,7 +306,9 @@ def _pairs(
     return base, torch.where(of_source.any(2), theirs.gather(1, rank.clamp(min=0)), source)
 
 
-def _queries(task: Seq2SeqTask, tokens: Int[Tensor, " pos"], letters: Int[Tensor, " letter"]) -> Int[Tensor, " query"]:
+def answer_queries(
+    task: Seq2SeqTask, tokens: Int[Tensor, " pos"], letters: Int[Tensor, " letter"]
+) -> Int[Tensor, " query"]:
     """The positions that predict the letters of all examples but the first; the same in all prompts."""
     places = torch.nonzero(torch.isin(tokens, letters))[:, 0]
     return places[task.x_len * task.phrase_len :] - 1
@@ -320,7 +328,7 @@ def _places(cfg: HandBuiltConfig, streams: Rng) -> dict[Head, str]:
     return {**{before[place]: role for place, role in zip(chosen, CIRCUIT_ROLES[:-1], strict=True)}, lookup: "lookup"}
 
 
-def _randomize(model: HandBuilt, streams: Rng) -> None:
+def randomize(model: HandBuilt, streams: Rng) -> None:
     """Random normal weights, those that write to the stream and the logits smaller; biases stay 0."""
     weights = streams.generator("weights")
     with torch.no_grad():
@@ -329,14 +337,15 @@ def _randomize(model: HandBuilt, streams: Rng) -> None:
             if not kind.startswith("b_"):
                 scale = 0.5 if kind in ("W_E", "W_pos") else parameter.shape[-2] ** -0.5
                 scale *= 0.35 if kind in ("W_O", "W_out", "W_U") else 1
-                parameter.copy_(_normal(weights, *parameter.shape) * scale)
+                parameter.copy_(normal(weights, *parameter.shape) * scale)
 
 
-def _normal(generator: Any, *shape: int) -> Float[Tensor, "..."]:
+def normal(generator: Any, *shape: int) -> Float[Tensor, "..."]:
+    """Returns standard normal numbers of a NumPy generator."""
     return torch.from_numpy(generator.standard_normal(shape)).float()
 
 
-def _length(task: Seq2SeqTask) -> int:
+def prompt_length(task: Seq2SeqTask) -> int:
     """The tokens of a prompt, with BOS."""
     example = task.x_len * (1 + task.phrase_len) + 2  # a colon, and a separator or BOS
     return (task.n_examples + 1) * example

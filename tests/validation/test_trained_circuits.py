@@ -12,7 +12,14 @@ from align_circuits.prompts.prompts import TokenKind
 from align_circuits.tasks.rng import Rng
 from align_circuits.validation import trained_circuits
 from align_circuits.validation.circuits_in_trained_models import trained_task
-from align_circuits.validation.trained_circuits import SURE, _length, _pairs, _Student, train_circuit, what_was_reached
+from align_circuits.validation.trained_circuits import (
+    SURE,
+    _pairs,
+    _Student,
+    prompt_length,
+    train_circuit,
+    what_was_reached,
+)
 
 TASK = trained_task(3)
 
@@ -27,7 +34,7 @@ def few_pairs():
 
 @pytest.fixture(scope="module")
 def planted():
-    return planted_circuit(TASK, 3, decoys=(), n_layers=4, n_ctx=_length(TASK))
+    return planted_circuit(TASK, 3, decoys=(), n_layers=4, n_ctx=prompt_length(TASK))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +109,7 @@ def test_what_is_reached_is_what_a_loop_counts(planted, untrained):
 
 def test_the_loss_is_least_where_the_model_is_the_planted_circuit(planted, untrained):
     """By its letters alone: a planted circuit leaves some probability to other tokens."""
-    twin = planted_circuit(TASK, 3, decoys=(), n_layers=4, n_ctx=_length(TASK))
+    twin = planted_circuit(TASK, 3, decoys=(), n_layers=4, n_ctx=prompt_length(TASK))
     base, source = _pairs(TASK, planted, 8, 2)
     rng = Rng(0)
     roles, others = rng.uniform("roles", 8, 4) < 0.5, rng.uniform("others", 8, 4, 4) < 0.5
