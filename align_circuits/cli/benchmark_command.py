@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -12,6 +12,8 @@ import tyro
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb, command_line
 from align_circuits.cli.workers import Workers
+from align_circuits.localizers.benchmarked_head_methods import METHODS
+from align_circuits.localizers.registry import is_own, localizer, method_names
 from align_circuits.tables.tables import Table
 
 FEWEST_WITH_INTERVAL = 5
@@ -22,13 +24,18 @@ The columns trait and at say over which circuits a mean is; recall_at_size is th
 {FEWEST_WITH_INTERVAL} circuits has no interval."""
 
 
+METHODS_IN_WORDS = (
+    "The methods that are compared: names, or functions of your own as path/file.py:function, whose code is run. By "
+    "default all names, those of other packages too (entry points of the group align_circuits.localizers). Names of "
+    f"this package: {'; '.join(METHODS)}."
+)
+
+
 @dataclass(frozen=True)
 class Benchmark(Verb):
     """Compares methods on circuits of the zoo."""
 
-    methods: tuple[str, ...] = ()
-    """The methods that are compared; all by default, those of other packages too (entry points of the group
-    align_circuits.localizers)."""
+    methods: Annotated[tuple[str, ...], tyro.conf.arg(help=METHODS_IN_WORDS)] = ()
     circuits: int = 20
     """How many circuits of the zoo, from the first on; each takes some 15 seconds of a processor core with all
     methods."""
@@ -42,6 +49,8 @@ class Benchmark(Verb):
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "Benchmark":
         """Makes the verb from the settings of its table."""
+        if own := [method for method in settings["methods"] if is_own(method)]:
+            raise ValueError(f"--methods {own[0]} is code, which is run only if you name it")
         return cls(tuple(settings["methods"]), settings["circuits"], settings["held_out"], out=out)
 
     @property
@@ -56,7 +65,6 @@ class Benchmark(Verb):
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
-        from align_circuits.localizers.registry import localizer, method_names
         from align_circuits.papers import localizer_zoo as zoo
 
         methods = self.methods or tuple(method_names())
@@ -67,11 +75,14 @@ class Benchmark(Verb):
         if not 1 <= self.circuits <= whole.circuits:
             raise ValueError(f"--circuits {self.circuits}: give 1 to {whole.circuits}")
         config = zoo.Zoo(whole.first, self.circuits, methods)
+        zoo.check_methods(config)
         with self.workers.executor(self.folder) as executor:
             table = experiment.run(config, jobs=self.workers.jobs, folder=self.folder, executor=executor)
         table = _without_wide_intervals(table)
         means = zoo.overview(table)
-        print(f"{self.circuits} circuits; means over them\n\n{means.to_string(float_format='{:.2f}'.format)}")
+        print(
+            f"{self.circuits} circuits; means over them\n\n{means.to_string(float_format='{:.2f}'.format, na_rep='–')}"
+        )
         rows = means.reset_index().to_html(index=False, float_format="{:.2f}".format, na_rep="–", border=0)
         controls = [f"'{name}' {what}." for name, what in zoo.CONTROLS.items() if name in set(table.frame["method"])]
         self.finish(

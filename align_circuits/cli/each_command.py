@@ -57,7 +57,7 @@ class Each(Verb):
             first = done.failures[0]
             raise ValueError(
                 f"{len(done.failures)} of {len(runs)} runs failed, the first ({_name(first.job.config)}) with "
-                f"{first.error.strip().splitlines()[-1]!r}; finished runs are kept, and the same command with --out "
+                f"{first.last_line!r}; finished runs are kept, and the same command with --out "
                 f"{results.folder} goes on"
             )
         tables = [_table_of(run, rows) for run, rows in zip(runs, done.rows, strict=True)]

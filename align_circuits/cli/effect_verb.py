@@ -116,7 +116,8 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
         elif of_heads:
             maps = [plots.head_maps(of_all, [metric], unit=unit)]
         if maps:
-            yield f"All {'heads' if of_heads else 'positions'}{ending}", "Hover for a number and its interval.", maps
+            heading = f"All {'heads' if of_heads else 'positions'}{ending}"
+            yield heading, "Tap or hover for a number and its interval.", maps
     if table.baselines is not None:
         yield (
             "Without an edit",
@@ -125,13 +126,12 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
         )
     if "estimated" in table.keys and True in set(table.frame["estimated"]):
         screened = table.where(metric=metric, kind="all", estimated=True)
+        largest = float(np.nanmax(np.abs(screened.frame["value"].to_numpy(dtype=float))))
+        note = f"To first order, of the heads that were screened out and not run. The largest is {largest:.2g} {unit}."
         drawn = [plots.head_maps(estimates, [metric], unit=unit) for _, estimates in _of_sites(screened)]
-        yield "Estimates", "To first order: these heads were screened out, and not run.", drawn
-    if isinstance(source, Pair):
-        differ = "Underlined: the tokens in which the clean and the corrupted prompt differ."
-        yield "A pair of prompts", f"{legend_of(prompts)} {differ}".strip(), source.to_html()
-    else:
-        yield "A prompt", legend_of(prompts), prompts.to_html()
+        yield "Estimates", note, drawn if largest > 0 else ""
+    heading = "A pair of prompts" if isinstance(source, Pair) else "A prompt"
+    yield heading, legend_of(source), source.to_html()
     shown = distinct(table)
     if table.is_paired:
         columns = shown.normalized().frame[["value", "low", "high"]].add_prefix("normalised ")
@@ -144,7 +144,7 @@ def _screened(table: Table) -> list[str]:
     if "estimated" not in table.keys:
         return []
     heads: Any = table.frame.drop_duplicates(["layer", "head"])
-    return [f"{int((~heads['estimated']).sum())} of {len(heads)} heads were run, grey ones are estimates alone."]
+    return [f"{int((~heads['estimated']).sum())} of {len(heads)} heads were run; the others have an estimate alone."]
 
 
 def _by_site(table: Table, metric: str) -> Iterator[tuple[str, Table]]:

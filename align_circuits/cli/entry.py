@@ -7,10 +7,9 @@ import re
 import sys
 import warnings
 import webbrowser
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, TextIO, cast
 
 from align_circuits.cli.folders import results_folder
 from align_circuits.jobs.control_characters import printable
+from align_circuits.jobs.similar_names import did_you_mean
 
 PROGRAM = "align-circuits"
 
@@ -243,12 +243,6 @@ def _completion(shell: str) -> int:
     except SystemExit as done:  # how tyro ends once it has printed
         return int(done.code or 0)
     return 0
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns "did you mean ...? " for a name that is close to one of `names`, else nothing."""
-    close = get_close_matches(name, list(names), n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
 
 
 class Output:

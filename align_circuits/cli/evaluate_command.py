@@ -1,13 +1,17 @@
 """`align-circuits evaluate`."""
 
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, Literal
+
+import pandas as pd
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, accuracy_sections, distinct, interval
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import answers, evaluate
 from align_circuits.run.target_metrics import CHOICE_ACCURACY, Metric
+from align_circuits.tables.tables import Table
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Evaluate(PromptVerb):
         chosen: list[Metric] = [*dict.fromkeys(("accuracy", *(self.metrics or ())))]
         table = evaluate(model, prompts, metrics=chosen if self.metrics else None, options=self.options)
         shown = distinct(table)
-        print(shown)
+        print(_readable(shown))
         rows = table.where(metric="accuracy", kind="all", offset=None).frame
         accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}
         sections: list[Section] = [*accuracy_sections(table), ("All numbers", "", shown)]
@@ -55,3 +59,24 @@ class Evaluate(PromptVerb):
         if "history" in accuracy:
             summary += f"; the history ceiling, which needs no alignment, is {accuracy['history']}"
         self.finish(results, table, title=f"Accuracy of {self.model}", summary=f"{summary}.", sections=sections)
+
+
+def _readable(table: Table) -> str:
+    """The rows of a table in columns: the predictor if there are several, the metric, the targets, the value, and n."""
+    frame: Any = table.frame
+    offsets: Any = frame["offset"]
+    printed = pd.DataFrame(
+        {
+            "predictor": frame["predictor"],
+            "metric": frame["metric"],
+            "targets": frame["kind"].where(offsets.isna(), "offset " + offsets.astype(str)),
+            "value": frame["value"].map("{:.3f}".format),
+            "95% interval": [
+                "" if isnan(low) else f"[{low:.3f}, {high:.3f}]"
+                for low, high in zip(frame["low"], frame["high"], strict=True)
+            ],
+            "n": frame["n"],
+        }
+    )
+    same = [column for column in ("predictor", "targets") if len({*printed[column]}) == 1]
+    return printed.drop(columns=same).to_string(index=False)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pandas as pd
 
-from align_circuits.cli.entry import did_you_mean
+from align_circuits.jobs.similar_names import did_you_mean
 from align_circuits.papers.claims import Verdict, verdicts
 from align_circuits.papers.lab import Experiment
 from align_circuits.tables.tables import Table

@@ -6,6 +6,7 @@ After options have changed, `python -m align_circuits.cli.help_texts` writes it 
 import os
 import re
 import textwrap
+from collections.abc import Collection
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -49,21 +50,26 @@ def _tidied(printed: str, verb: str) -> str:
     """Help in which every text is wrapped once, in words of the command line rather than of Python."""
     lines: list[str] = []
     option: list[str] | None = None  # its name, and the lines of its text
+    names = {*re.findall(r"--([\w-]+)", printed)}
     for line in [*printed.replace("runs/VERB/", f"runs/{verb}/").rstrip().splitlines(), ""]:
+        if option and option[0].count("[") > option[0].count("]"):  # values that go on in the next line
+            option[0] += f"{' ' * (not option[0].endswith(','))}{line.strip()}"
+            continue
         if option and line.startswith(" " * 10) and not _OPTION.fullmatch(line):
             option.append(line.strip())
             continue
         if option and not option[0].startswith(_REFUSED.get(verb, ())):
-            lines += _wrapped(option[0], " ".join(filter(None, option[1:])))
+            lines += _wrapped(*_with_choices(option[0], " ".join(filter(None, option[1:]))), names)
         start = _OPTION.fullmatch(line)
-        option = [_metavars(start[1]), start[2] or ""] if start else None
+        option = [start[1], start[2] or ""] if start else None
         if option is None:
-            lines.append(_metavars(line))
+            line = _metavars(line).replace("[--out PATH] [--overwrite | --no-overwrite]", "[OPTIONS]")
+            lines += textwrap.wrap(line, WIDTH) if line.startswith(VERBS[verb][: WIDTH // 2]) else [line]
     return "\n".join(_in_order(lines))
 
 
 def _in_order(lines: list[str]) -> list[str]:
-    """The lines of a verb that runs a model, with what most people set first; others as they are."""
+    """The lines of a verb with what most people set first, and what they rarely set last."""
     start = lines.index(" options") + 2 if " options" in lines else len(lines)
     end = next((index for index in range(start, len(lines)) if not lines[index].startswith("  ")), len(lines))
     blocks: list[list[str]] = []
@@ -72,28 +78,43 @@ def _in_order(lines: list[str]) -> list[str]:
             blocks.append([])
         blocks[-1].append(line)
     by_name = {block[0].split()[0]: block for block in blocks}
-    if "--model" not in by_name or "--engine" not in by_name:
-        return lines
-    own = [name for name in by_name if name not in (*_FIRST, *_LAST, *_OF_THE_MACHINE)]
+    runs_a_model = "--engine" in by_name
+    first, last = (_FIRST, (*_LAST, *_OF_THE_MACHINE)) if runs_a_model else (_FIRST[:1], _LAST)
+    own = [name for name in by_name if name not in (*first, *last)]
     shown, machine = (
         [line for name in names if name in by_name for line in by_name[name]]
-        for names in ((*_FIRST, *own, *_LAST), _OF_THE_MACHINE)
+        for names in ((*first, *own, *_LAST), _OF_THE_MACHINE * runs_a_model)
     )
-    return [*lines[:start], *shown, "", f" {MACHINE}", lines[start - 1], *machine, *lines[end:]]
+    heading = ["", f" {MACHINE}", lines[start - 1]] if runs_a_model else []
+    return [*lines[:start], *shown, *heading, *machine, *lines[end:]]
 
 
 def _metavars(name: str) -> str:
     """The name of an option and of its values, without what Python's types add."""
-    name = name.replace("{None}|", "").replace("{None,", "{")
-    return name.replace("|{[STR [STR ...]]}", " [STR ...]").replace("[STR [STR ...]]", "STR [STR ...]")
+    name = name.replace("{None}|", "").replace("{None,", "{").replace("|{auto}", "|auto")
+    return re.sub(r"(?:(?:STR|INT)\|)?\{?\[(STR|INT) \[\1 \.\.\.\]\]\}?", r"\1 [\1 ...]", name)
 
 
-def _wrapped(name: str, text: str) -> list[str]:
-    """The lines of an option."""
+def _with_choices(name: str, text: str) -> tuple[str, str]:
+    """The name of an option and its text, which lists the values of which several may be given."""
+    name = _metavars(name)
+    several = re.fullmatch(r"(\S+) \{?\[\{(\S+)\} \[\.\.\.\]\]\}?", name)
+    if several is None:
+        return name, text
+    said, default = re.fullmatch(r"(.*?)( \(default: .*\))?", text, flags=re.DOTALL).groups("")  # type: ignore
+    return f"{several[1]} NAME [NAME ...]", f"{said} Names: {several[2].replace(',', ', ')}.{default}"
+
+
+def _wrapped(name: str, text: str, names: Collection[str]) -> list[str]:
+    """The lines of an option; fields in its text that have the name of an option are written as that."""
+    if flag := re.fullmatch(r"(--[\w-]+), (--no-[\w-]+)", name):
+        text = text.replace("(default: True)", f"(default: {flag[1]})")
+        text = text.replace("(default: False)", f"(default: {flag[2]})")
     text = re.sub(r"\(default: '\s+'\)", "(default: a line break)", text)
     text = re.sub(r" \(default: (None|''|)\)", "", text)
     text = re.sub(r'`(\w+)="(\w+)"`', lambda option: f"--{option[1].replace('_', '-')} {option[2]}", text)
     text = re.sub(r'`"([\w-]+)"`', r"\1", text)
+    text = re.sub(r"`([\w-]+)`", lambda field: f"--{field[1]}" if field[1] in names else field[0], text)
     wrapped = textwrap.wrap(text, WIDTH - _COLUMN, break_long_words=False, break_on_hyphens=False)
     beside = wrapped[:1] if len(name) + 4 <= _COLUMN else []
     first = f"  {name:<{_COLUMN - 2}}{''.join(beside)}".rstrip()

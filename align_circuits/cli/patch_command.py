@@ -1,5 +1,6 @@
 """`align-circuits patch`."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,11 @@ class Patch(EffectVerb):
                 f"--positions each patches whole layers: leave out --heads and --screen, and give --sites of {known}"
             )
         heads = None if self.heads is None else " ".join(self.heads).replace(",", " ").split()
+        if wrong := [head for head in heads or () if not re.fullmatch(r"L\d+H\d+", head)]:
+            raise ValueError(
+                f"--heads {wrong[0]}: write layer 2, head 3 as L2H3, both counted from 0, and several as "
+                "--heads L2H3 L4H0"
+            )
         # By default the accuracy, too, which tells whether the model solves the task.
         metric = None if self.metric == "log_prob" else self.metric
         model, pair = self.prepare_pair(metric=metric, direction=self.direction)

@@ -7,8 +7,9 @@ import numpy as np
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import METRICS, PromptVerb, accuracy_sections, first_token, head_value
+from align_circuits.heads.candidates import position_notes
 from align_circuits.heads.one_pass import score_and_evaluate
-from align_circuits.heads.score import resolve
+from align_circuits.heads.score import MEASURES, resolve
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.report import plots
 from align_circuits.report.page import legend_of
@@ -17,6 +18,9 @@ from align_circuits.tasks.own_prompts import as_task
 
 AMONG_ALL = ("induction", "previous", "duplicate")
 """The relations whose candidates are all tokens: their score is the share of all attention."""
+
+LEAST_SHOWN = 0.005
+"""Scores below this would be printed as 0.00: their heads are not listed among the best."""
 
 LEAST_ATTENTION = Thresholds().attention
 """The least share of all its attention that a head pays to the keys, to stand before heads that pay less."""
@@ -41,19 +45,24 @@ class Score(PromptVerb):
         of_file = [name for name in prompts.relations if name not in METRICS]  # of a file: what the reader asks about
         metrics = [metric for metric in self.metrics or (*of_file, *METRICS) if metric in set(known["metric"])]
         ranked = {metric: _ranked(table, metric) for metric in metrics}
-        best = {metric: rows.head(3) for metric, rows in ranked.items()}
+        best = {metric: rows[rows["value"] >= LEAST_SHOWN].head(3) for metric, rows in ranked.items()}
         some_low = any(_low(rows[rows.index < 5]).any() for rows in ranked.values())
+        measured = [name for name in prompts.relations if any(_is_of(metric, name) for metric in metrics)]
+        notes = position_notes(prompts, measured)
         last = f"Heads that pay the keys less than {LEAST_ATTENTION:g} of all their attention come last. " * some_low
         roles = getattr(model, "roles", None)
         print(
             f"{self.model}: {len(prompts)} prompts of {prompts.inputs.shape[1]} tokens, "
             f"{table.provenance.engine} engine"
         )
-        print(f"\n  {'metric':<12} best heads (95% interval over prompts{'; planted role' if roles else ''})")
+        width = max(12, *map(len, best))
+        print(f"\n  {'metric':<{width}} best heads (95% interval over prompts{'; planted role' if roles else ''})")
         for metric, rows in best.items():
-            print(f"  {metric:<12} " + "   ".join(head_value(row, roles) for _, row in rows.iterrows()))
-        print(f"\n{last.rstrip()}" * some_low)
-        leaders = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in [*best.items()][:3])
+            heads = "   ".join(head_value(row, roles) for _, row in rows.iterrows())
+            print(f"  {metric:<{width}} {heads or 'no head scores above 0'}")
+        for note in ([last.rstrip()] if some_low else []) + notes:
+            print(f"\n{note}")
+        leaders = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in [*best.items()][:3] if len(rows))
         task = self.source if self.prompts is None else as_task(prompts)
         right = f"{task.target_name} is correct in {first_token(accuracy)} of cases."
         references = [name for name in dict.fromkeys(accuracy.frame["predictor"]) if name != "model"]
@@ -62,8 +71,13 @@ class Score(PromptVerb):
             results,
             table,
             title=f"Attention heads of {self.model}",
-            summary=f"Highest scores: {leaders or 'none, since no relation has a row'}. {last}{right} Scores describe "
-            "where heads attend, not what the model uses: no head was ablated.",
+            summary="\n\n".join(
+                [
+                    f"Highest scores: {leaders or 'none above 0'}. {last}{right} Scores describe where heads attend, "
+                    "not what the model uses: no head was ablated.",
+                    *notes,
+                ]
+            ),
             roles=task.roles,
             sections=[
                 *accuracy_sections(accuracy, note),
@@ -77,12 +91,17 @@ class Score(PromptVerb):
                 (
                     "All heads",
                     "The scores of all heads, also of those that pay the keys next to nothing of their attention: such "
-                    "a score is a share of little. Hover for one and its interval.",
+                    "a score is a share of little. Tap or hover for one and its interval.",
                     plots.head_maps(table, metrics),
                 ),
                 ("A prompt", legend_of(prompts), prompts.to_html(0)),
             ],
         )
+
+
+def _is_of(metric: str, relation: str) -> bool:
+    """Whether a metric, with or without a suffix, is of a relation."""
+    return metric == relation or metric.removeprefix(f"{relation}_") in MEASURES
 
 
 def _ranked(table: Table, metric: str) -> Any:

@@ -58,7 +58,7 @@ class SweepVerb(PromptVerb):
             processes = count if executor is None else 1
             done = run_jobs(jobs, results.new / "jobs", executor=executor, processes=processes, progress=False)
         if done.failures:
-            error = done.failures[0].error.strip().splitlines()[-1]
+            error = done.failures[0].last_line
             raise ValueError(f"{len(done.failures)} of {count} jobs failed, finished parts are kept: {error}")
         shutil.rmtree(results.new / "jobs")
         print(done.rows[0][0]["printed"], end="")

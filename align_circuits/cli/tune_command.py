@@ -90,7 +90,7 @@ class Tune(PromptVerb):
             ("Accuracy over steps", "Probes with 95% intervals over few prompts.", run.figures["accuracy"]),
             ("The best head over steps", "It may be another head at each step.", run.figures["best heads"]),
             *accuracy_sections(after, f"On fresh prompts{references}.", "Accuracy after tuning"),
-            ("All heads after tuning", "Hover for a number.", plots.head_maps(scores, metrics)),
+            ("All heads after tuning", "Tap or hover for a number.", plots.head_maps(scores, metrics)),
         ]
         if naming:
             result = localize(run.model, task, self.count, self.seed, options=self.options)

@@ -141,6 +141,31 @@ def hopeless_notes(prompts: Prompts, smallest: Mapping[str, float], fdr: float) 
     ]
 
 
+def position_notes(prompts: Prompts, roles: Sequence[str], unranked: Sequence[str] = ()) -> list[str]:
+    """Returns for which relations a head's score may come from positions alone, and what to do, in sentences.
+
+    Args:
+        prompts: The prompts that heads are scored on.
+        roles: Names of their relations.
+        unranked: Relations of which another note already says that the order of their candidates is fixed.
+    """
+    by_content = [role for role in roles if role not in (*ALIGNERS, "previous")]
+    by_position = [role for role in by_content if not redraws_tokens(prompts, role)]
+    notes = []
+    if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:
+        notes.append(
+            f"The keys of {' and '.join(fixed)} are at the same positions in every prompt, so a head with a high score "
+            "may follow positions rather than tokens: score it on prompts of other lengths to find out."
+        )
+    exchangeable = [role for role in by_content if prompts.relations[role].exchangeable and role not in unranked]
+    if same := [role for role in exchangeable if fixed_rank(prompts.relations[role])]:
+        notes.append(
+            f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no "
+            "head can be told from one that always attends there: vary their order."
+        )
+    return notes
+
+
 def limits(
     task: Task, prompts: Prompts, roles: Sequence[str], smallest: Mapping[str, float], fdr: float
 ) -> tuple[str, ...]:
@@ -151,19 +176,7 @@ def limits(
         if role not in prompts.relations
     ]
     notes += hopeless_notes(prompts, smallest, fdr)
-    not_tested = [role for role in roles if role not in (*ALIGNERS, "previous")]
-    by_position = [role for role in not_tested if not redraws_tokens(prompts, role)]
-    if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:
-        notes.append(
-            f"The keys of {' and '.join(fixed)} are at the same positions in every prompt, so a head named for one of "
-            "these roles may follow positions rather than tokens: score it on prompts of other lengths to find out."
-        )
-    ranked = [role for role in not_tested if prompts.relations[role].exchangeable and smallest[role] <= fdr]
-    if same := [role for role in ranked if fixed_rank(prompts.relations[role])]:
-        notes.append(
-            f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no "
-            "head can be told from one that always attends there: vary their order."
-        )
+    notes += position_notes(prompts, roles, unranked=[role for role in roles if smallest[role] > fdr])
     notes += task.caveats
     if confounded_roles(prompts, roles):
         notes.append(

@@ -20,6 +20,7 @@ from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.head_names import Head, describe
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import rendered
+from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import CHOICE_ACCURACY
 from align_circuits.tables.baselines import CHANCE, warnings_of
 from align_circuits.tables.tables import Table
@@ -50,12 +51,14 @@ class TaskFacts:
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """The attention of each named head on the first of the prompts that test."""
+    """The first of the prompts that test, and the attention of each named head on it."""
 
     attention: Mapping[Head, Float[Tensor, "row pos"]] = field(default_factory=dict)
     """From each of the positions."""
     positions: list[int] = field(default_factory=list)
     """The positions of the prompt's test example, and the one before."""
+    pair: Pair | None = None
+    """The prompt and its corrupted partner."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -219,7 +219,11 @@ def localize(
                 smallest_p,
                 task.control_lesson,
             ),
-            Example(attention_from(model, first, named, positions, options), positions.tolist()),
+            Example(
+                attention_from(model, first, named, positions, options),
+                positions.tolist(),
+                Pair(pair.clean[:1], pair.corrupted[:1]),
+            ),
             tuple(verdicts),
             aligners,
             members,

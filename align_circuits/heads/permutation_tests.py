@@ -594,7 +594,12 @@ def in_one_place(relation: Relation, prompts: Prompts) -> bool:
 
 
 def fixed_rank(relation: Relation) -> bool:
-    """Returns whether the keys of a relation with named candidates are always the same ones, counted from the first."""
+    """Returns whether the keys of a relation with named candidates are always the same ones, counted from the first.
+
+    Where rows have different numbers of candidates they are not.
+    """
+    if len(relation.expand()[1].sum(1).unique()) != 1:
+        return False
     keys = _by_rank(relation)
     return bool((keys == keys[:1]).all())
 

@@ -17,6 +17,7 @@ from align_circuits.heads.attention_metrics import entropy, hit_rate
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
+from align_circuits.jobs.similar_names import did_you_mean
 from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation, first_token
@@ -231,8 +232,9 @@ def resolve(prompts: Prompts, metrics: Sequence[str | OwnScore] | None) -> dict[
         metrics = [name for name in (*plain, "lookup_mean", "sink", "entropy") if name in known]
     if unknown := [metric for metric in metrics if not callable(metric) and metric not in known]:
         raise KeyError(
-            f"no metric {unknown[0]!r} for these prompts; they have {', '.join(known)}; or give a function of "
-            "attention and targets"
+            f"no metric {unknown[0]!r} for these prompts: {did_you_mean(unknown[0], known)}they have "
+            f"{', '.join(plain)}, each also with the suffix _{', _'.join(MEASURES)}; sink and entropy; and in Python "
+            "functions of attention and targets"
         )
     if not metrics:
         raise ValueError("no metrics to score: name some, or leave `metrics` out for the standard ones")

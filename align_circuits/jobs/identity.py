@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ class _Hashes:
         self._depth = 0
 
     def of(self, value: Any) -> bytes:
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes | EllipsisType):
             return _sha(type(value).__name__, repr(value))
         if (known := self._known.get(id(value))) is not None:
             return known[1]
@@ -340,7 +340,7 @@ def _at_its_name(function: FunctionType) -> bool:
 @cache
 def _is_installed(module: str | None) -> bool:
     """Whether a module is of Python, of this package or of an installed one: its version tells its code."""
-    if module is None or module == "__main__":
+    if not module or module == "__main__":
         return False
     top = module.partition(".")[0]
     if top == PACKAGE or top in sys.builtin_module_names or top in sys.stdlib_module_names:

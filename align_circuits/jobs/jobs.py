@@ -72,7 +72,12 @@ class JobFailure:
         """The job and the last line of its error."""
         name = self.job.function.rpartition(":")[2]
         settings = ", ".join(f"{key}={value!r}" for key, value in {**self.job.config, **self.job.seeded}.items())
-        return f"{name}({settings[:120]}): {(self.error.strip().splitlines() or [''])[-1][:200]}"
+        return f"{name}({settings[:120]}): {self.last_line[:200]}"
+
+    @property
+    def last_line(self) -> str:
+        """The last line of its error."""
+        return (self.error.strip().splitlines() or [""])[-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +101,8 @@ class JobResults:
         if self.failures:
             first = self.failures[0]
             raise ValueError(
-                f"{len(self.failures)} jobs failed, the first with {first.job.config}:\n{first.error}\n"
-                "Finished jobs are kept: run it again when the cause is removed"
+                f"{len(self.failures)} of {len(self.rows)} jobs failed, the first with {first.job.config}: "
+                f"{first.last_line}\nFinished jobs are kept: run it again when the cause is removed.\n{first.error}"
             )
         return self.frame
 

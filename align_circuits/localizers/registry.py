@@ -7,18 +7,24 @@ group `align_circuits.localizers`, in its `pyproject.toml`:
     my-method = "my_package.module:function"
 
 One that finds edges (`benchmarked_edge_methods.EdgeLocalizer`) goes into the group `align_circuits.edge_localizers`.
+
+In place of a name stands `path/file.py:function` or `package.module:function`, whose code is then run.
 """
 
+import traceback
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 
 from align_circuits.checks import described
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.jobs.own_code import load_own, names_in
+from align_circuits.jobs.similar_names import did_you_mean
 from align_circuits.localizers.benchmarked_edge_methods import EDGE_METHODS, EdgeLocalizer
-from align_circuits.localizers.benchmarked_head_methods import METHODS, Localizer, Scores
+from align_circuits.localizers.benchmarked_head_methods import METHODS, Localizer
 from align_circuits.run.pairs import Pair
 
 GROUP, EDGE_GROUP = "align_circuits.localizers", "align_circuits.edge_localizers"
@@ -36,12 +42,19 @@ def edge_method_names() -> list[str]:
 
 
 def localizer(name: str) -> Localizer:
-    """Returns a method that finds heads by its name.
+    """Returns a method that finds heads by its name, or as `file.py:function` (`load_own`).
 
     Raises:
-        ValueError: No such method, or one whose package cannot be imported.
+        ValueError: No such method, or one whose package or file cannot be imported.
     """
+    if is_own(name):
+        return _of_a_file(name)
     return _method(name, METHODS, GROUP)
+
+
+def is_own(name: str) -> bool:
+    """Returns whether a method is named by the module or file of its function."""
+    return ":" in name
 
 
 def edge_localizer(name: str) -> EdgeLocalizer:
@@ -62,24 +75,47 @@ def _method(name: str, own: Mapping[str, Any], group: str) -> Any:
         return own[name]
     entries = list(entry_points(group=group, name=name))
     if not entries:
-        raise ValueError(f"no method {name!r}: choose among {', '.join(map(repr, _names(own, group)))}")
+        known = _names(own, group)
+        raise ValueError(f"no method {name!r}: {did_you_mean(name, known)}choose among {', '.join(map(repr, known))}")
     try:
         return next(iter(entries)).load()
     except Exception as error:
         raise ValueError(f"the method {name!r} ({next(iter(entries)).value}) cannot be loaded: {error}") from error
 
 
+def _of_a_file(name: str) -> Any:
+    """The function that a name leads to, which takes a model and a pair."""
+    module, found = load_own("--methods", name)
+    if callable(found) and not isinstance(found, type):
+        return found
+    functions = names_in(module, lambda value: isinstance(value, FunctionType))
+    *_, function = name.rpartition(":")
+    what = f"has no {function}" if found is None else f"has {function}, which is no function"
+    known = f"it has {functions}" if functions else "write one that takes a model and a pair and returns scores"
+    raise ValueError(f"--methods {name}: {module.__name__} {what}; {known}")
+
+
 def scores_of(name: str, model: HookedModel, pair: Pair, roles: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns what a method scores, by role (`scores_by_role`).
 
     Raises:
-        ValueError: No such method, or scores that are no grid of the model's heads, or not for every role.
+        ValueError: No such method, one of the user's own that raises an error, or scores that are no grid of the
+            model's heads, or not for every role.
     """
-    return scores_by_role(name, localizer(name)(model, pair), model, roles)
+    method = localizer(name)
+    try:
+        scores = method(model, pair)
+    except Exception as error:  # whatever the user's code raises
+        if name in METHODS:
+            raise
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{at.filename}, line {at.lineno}"
+        raise ValueError(f"the method {name!r} raised {type(error).__name__}: {error} ({where})") from error
+    return scores_by_role(name, scores, model, roles)
 
 
-def scores_by_role(name: str, scores: Scores, model: HookedModel, roles: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns a method's scores by role: the same for all where it does not tell roles apart.
+def scores_by_role(name: str, scores: Any, model: HookedModel, roles: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns by role what a method returned, once checked: the same for all where it does not tell roles apart.
 
     Raises:
         ValueError: Scores that are no grid of the model's heads, or not for every role.
@@ -88,16 +124,17 @@ def scores_by_role(name: str, scores: Scores, model: HookedModel, roles: Sequenc
     by_role = {}
     for role in roles:
         if isinstance(scores, dict) and role not in scores:
-            raise ValueError(f"{name!r} returned no scores for {role!r}, but for {', '.join(scores) or 'no role'}")
+            raise ValueError(
+                f"the method {name!r} returned no scores for {role!r}, but for {', '.join(scores) or 'no role'}"
+            )
         given = scores[role] if isinstance(scores, dict) else scores
         wanted = f"give a number for each of {shape[0]} layers of {shape[1]} heads, such as table.to_array(metric)"
         try:
             grid = np.asarray(given, dtype=float)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{name!r} returned {described(given)} for {role!r}: {wanted}") from error
+            raise ValueError(f"the method {name!r} returned {described(given)} for {role!r}: {wanted}") from error
         if grid.shape != shape or np.isnan(grid).any():
-            raise ValueError(
-                f"{name!r} returned an array of shape {grid.shape} for {role!r}, or one with NaN: {wanted}"
-            )
+            what = f"an array of shape {grid.shape}" if grid.shape != shape else "scores with NaN"
+            raise ValueError(f"the method {name!r} returned {what} for {role!r}: {wanted}")
         by_role[role] = grid
     return by_role

@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from difflib import get_close_matches
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -39,6 +38,7 @@ from align_circuits.hooks.compat import stored_weights, user_code
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.jobs.files import is_path
+from align_circuits.jobs.similar_names import did_you_mean
 from align_circuits.models.folder_checks import (
     check_adapter,
     check_counts,
@@ -261,7 +261,7 @@ def _place(source: str | Path, revision: str | None = None, gguf_file: str | Non
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except (OSError, HFValidationError) as error:
-        similar = "".join(f"Did you mean {known!r}? " for known in get_close_matches(name, BUNDLED, n=1))
+        similar = did_you_mean(name, BUNDLED).capitalize()
         if name == "planted":  # a name of the command line
             similar = "planted_circuit(task) builds such a model. "
         raise ValueError(

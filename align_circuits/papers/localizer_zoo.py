@@ -66,7 +66,8 @@ AUROC is the chance that a head of the role scores higher than one without a rol
 is the share of a role's n heads among the n that score highest. Methods that also name heads for a role have a \
 recall, the share of the role's heads that they name, and false discoveries, the share of named heads that do not \
 have it. CPR and CMD (Mueller et al., 2025) tell how faithful circuits of the best heads are: a high CPR, a low CMD. \
-Cost is in passes of the model over all prompts."""
+Cost is processor time as a \
+clock measured it, divided by that of one pass of the model over all prompts: it differs from run to run."""
 """What the columns of the overview are."""
 
 BY_CONTENT = ("align_query", "align_key", "lookup")
@@ -145,6 +146,19 @@ def compared(model: PlantedModel, prompts: Prompts, methods: Sequence[str]) -> l
     for method, areas in head_faithfulness(model, few, best, FRACTIONS).items():
         add(method, "all", areas)
     return rows
+
+
+def check_methods(config: Zoo) -> None:
+    """Runs the methods of other packages and files on `FEW` prompts of the first circuit, before any long work.
+
+    Raises:
+        ValueError: One raises an error, or returns what is no score of every head.
+    """
+    model = zoo_circuit(config.first).build()
+    pair = Pair(*exchanged(model.task.sample(FEW, model.tokenizer, seed=config.first)))
+    for method in config.methods:
+        if method not in METHODS:
+            scores_of(method, model, pair, CIRCUIT_ROLES)
 
 
 def _p_value_rows(model: PlantedModel, prompts: Prompts, seed: int) -> Iterator[dict[str, Any]]:
@@ -290,7 +304,8 @@ def overview(table: Table, at: str = "all") -> pd.DataFrame:
     rest = rest.pivot_table(index="method", columns="metric", values="value").rename(columns=COLUMNS)
     auroc = auroc[[role for role in ("all", *CIRCUIT_ROLES) if role in auroc]]
     auroc = auroc.rename(columns=lambda role: f"AUROC, {role.replace('_', ' ')}")
-    return auroc.join(rest.reindex(columns=[name for name in COLUMNS.values() if name in rest])).loc[_methods(table)]
+    joined = auroc.join(rest.reindex(columns=[name for name in COLUMNS.values() if name in rest]))
+    return joined.loc[_methods(table)].dropna(axis=1, how="all")
 
 
 def _methods(table: Table) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from align_circuits.jobs.files import is_path
+from align_circuits.jobs.similar_names import did_you_mean
 
 SCHEMA = {
     "text": "the prompt, without its answer (required)",
@@ -54,7 +55,8 @@ def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise ValueError(f"{line_name}: give an object with a string 'text'")
         if unknown := sorted(record.keys() - SCHEMA.keys()):
-            raise ValueError(f"{line_name}: unknown key {unknown[0]!r}; a line may have {', '.join(SCHEMA)}")
+            meant = did_you_mean(unknown[0], SCHEMA)
+            raise ValueError(f"{line_name}: unknown key {unknown[0]!r}: {meant}a line may have {', '.join(SCHEMA)}")
         for key, value in record.items():
             kind, wanted = _TYPES.get(key, (str, "a string"))
             if not isinstance(value, kind):

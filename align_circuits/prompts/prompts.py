@@ -24,6 +24,7 @@ from torch import Tensor
 
 from align_circuits.checks import Tokenizer, checked
 from align_circuits.jobs.files import is_path, replacing
+from align_circuits.jobs.similar_names import did_you_mean
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.jsonl import places, read_jsonl
 from align_circuits.prompts.relations import IGNORE, Relation
@@ -380,7 +381,8 @@ class Prompts:
         """
         if position not in self.positions:
             known = ", ".join(map(repr, self.positions)) or "none"
-            raise KeyError(f"no position {position!r} in these prompts; they have {known}")
+            meant = did_you_mean(position, self.positions)
+            raise KeyError(f"no position {position!r} in these prompts: {meant}they have {known}")
         return self.positions[position]
 
     @checked

@@ -141,10 +141,11 @@ def _sections(localization: Localization) -> Iterator[Section]:
         yield _section("Interchange interventions", interchange_table(localization))
     if attention is not None:
         yield _section("Attention on the test example", attention)
-    prompt = localization.prompts[0]
+    pair, prompt = localization.example.pair, localization.prompts[0]
     drawings = list(_drawings(localization, attention)) if attention is not None else []
     caption = _TEXTS["parts"]["drawings"] if drawings else ""
-    yield _section("A prompt", [Html(prompt.to_html()), *drawings], legend=legend_of(prompt), drawings=caption)
+    shown, heading = (prompt, "A prompt") if pair is None else (pair, "A pair of prompts")
+    yield _section(heading, [Html(shown.to_html()), *drawings], legend=legend_of(shown), drawings=caption)
     aligners, texts = bool({*ALIGNERS} & {*localization.task.roles}), _TEXTS["thresholds"]
     texts = {**texts, "score": texts["score_aligners"]} if aligners else texts
     thresholds = [(texts[name], f"{value:g}") for name, value in asdict(localization.thresholds).items()]
@@ -156,8 +157,11 @@ def _section(heading: str, content: Content | Sequence[Content], **values: Any) 
 
 
 def headline_of(localization: Localization) -> str:
-    """Returns what was found, whether the model needs it, the largest effect, and the gravest caveat, in sentences."""
-    return " ".join([_found(localization), _largest_effect(localization), *_caveats(localization)[:1]])
+    """Returns what was found, whether the model needs it, the largest effect, and the gravest caveat, a line for each.
+
+    A line has one or several sentences.
+    """
+    return "\n".join([*_found(localization), _largest_effect(localization), *_caveats(localization)[:1]])
 
 
 def _caveats(localization: Localization) -> list[str]:
@@ -212,12 +216,12 @@ def _few_controls(verdicts: Sequence[Verdict]) -> str:
     return _TEXTS["parts"]["few"].format(count=count, p=1 / (1 + count), alpha=alpha, needed=needed)
 
 
-def _found(localization: Localization) -> str:
+def _found(localization: Localization) -> list[str]:
     """The heads of each role in the words of the task, and the verdicts on all of them, or that none is named."""
     roles = {role: heads for role, heads in localization.heads_by_role.items() if heads}
     together = {verdict.claim: verdict for verdict in localization.verdicts if not (verdict.role or verdict.smallest)}
     if not roles or {"necessary", "sufficient"} - together.keys():
-        return f"{localization.nameless or 'No head passes all tests of a role.'} {localization.accuracy}"
+        return [localization.nameless or "No head passes all tests of a role.", localization.accuracy]
     needed, enough = together["necessary"], together["sufficient"]
     named = "; ".join(
         f"{describe(heads)} for {role} ({localization.task.roles[role]})" for role, heads in roles.items()
@@ -225,13 +229,13 @@ def _found(localization: Localization) -> str:
     alone = ", ".join(str(verdict.role) for verdict in localization.verdicts if verdict.role and verdict.holds)
     needs = f"the heads of {alone}" if alone else "none"
     single = f" Role by role, the model is shown to need {needs}." if len(roles) > 1 else ""
-    return (
+    return [
         f"{len(needed.heads)} of {needed.total} heads are named: {named}. Each passed its tests on prompts that had no "
-        f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names should be false. "
+        f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names should be false.",
         f"{localization.accuracy} Without the named heads accuracy is {_number(needed)}"
-        f"{_because(needed, 'the model needs them')}.{single} With all other heads ablated it is {_number(enough)}"
-        f"{_because(enough, 'the named ones suffice')}."
-    )
+        f"{_because(needed, 'the model needs them')}.{single}",
+        f"With all other heads ablated accuracy is {_number(enough)}{_because(enough, 'the named ones suffice')}.",
+    ]
 
 
 def _number(verdict: Verdict) -> str:

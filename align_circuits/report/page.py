@@ -17,6 +17,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import Html, rendered
 from align_circuits.report.attention_view import AttentionView, circuitsvis_script
 from align_circuits.report.definitions import Definitions
+from align_circuits.run.pairs import Pair
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
 
@@ -55,7 +56,8 @@ def write_report(
     Args:
         path: The HTML file.
         title: The heading of the page.
-        summary: The result in a sentence or two; what follows an empty line stands below it in smaller letters.
+        summary: The result in a sentence or two; each of its lines is a paragraph; what follows an empty line
+            stands below it in smaller letters.
         sections: The sections, each with one content or several. Of a table at most `MAX_ROWS` rows are shown.
         provenance: Model, task and seed stand at the top; all of it is folded at the end.
         facts: What else stands at the top, by name, such as `{"prompts": "64"}`.
@@ -118,8 +120,11 @@ def _is_translation(provenance: Provenance) -> bool:
     return not isinstance(task, Mapping) or task.get("name") in ("seq2seq", "lexicon")
 
 
-def legend_of(prompts: Prompts) -> str:
-    """Returns what the numbers and frames mean in a drawing of a prompt (`Prompts.to_html`)."""
+def legend_of(prompts: Prompts | Pair) -> str:
+    """Returns what numbers, frames and lines mean in a drawing of a prompt or of a pair (`to_html`)."""
+    if isinstance(prompts, Pair):
+        differ = "Underlined: the tokens in which the clean and the corrupted prompt differ."
+        return f"{legend_of(prompts.clean)} {differ}".strip()
     if prompts.is_aligned:
         return "A phrase (framed), its symbol (framed) and its earlier translations share one number."
     name = prompts.drawn_relation

@@ -140,7 +140,9 @@ class Table:
 
     @property
     def _footnotes(self) -> list[str]:
-        return [f"[{self.provenance.verb}, {len(self)} rows]", *self.remarks]
+        left_out = len(self) - len(self._shown)
+        of_rows = f"Note: {left_out} rows are not shown: they are about part of the targets, and equal those about all."
+        return [f"[{self.provenance.verb}, {len(self)} rows]", *[of_rows] * bool(left_out), *self.remarks]
 
     @property
     def _shown(self) -> pd.DataFrame:
@@ -163,12 +165,8 @@ class Table:
 
     @property
     def remarks(self) -> list[str]:
-        """What is shown below the rows: of rows left out, the baselines of each metric, and the warnings."""
-        left_out = len(self) - len(self._shown)
-        lines = [
-            f"Note: {left_out} rows are not shown: they are about part of the targets, and equal those about all."
-        ] * bool(left_out)
-        lines += [] if self.baselines is None else baselines.described(self._own_baselines.frame)
+        """What is shown below the rows: the baselines of each metric, and the warnings."""
+        lines = [] if self.baselines is None else baselines.described(self._own_baselines.frame)
         return [*lines, *(f"Note: {warning}." for warning in self.warnings)]
 
     @property

@@ -27,6 +27,7 @@ from align_circuits.jobs.code_versions import code_version
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.jobs.identity import Unidentified, identity_of
+from align_circuits.jobs.similar_names import did_you_mean
 from align_circuits.models.loading import wrapped_in_place
 from align_circuits.models.lora import (
     PROJECTIONS,
@@ -103,7 +104,7 @@ class TuneConfig:
     """Prompts in an update; by default 1, with `"standard"` 16, so that both read 16 examples at k = 15."""
     dataset_size: int | None = None
     """N, the number of different examples to learn from, for tasks with `automata="task"`. Training prompts and the
-    contexts of probes are drawn from these. None: fresh samples throughout."""
+    contexts of probes are drawn from these. By default fresh samples throughout."""
     lr: float = 2e-4
     """The highest learning rate, for AdamW without weight decay; it decays linearly to 0."""
     warmup: int = 0
@@ -163,7 +164,8 @@ class TuneConfig:
         if self.alpha <= 0 or not 0 <= self.dropout < 1:
             raise ValueError(f"alpha={self.alpha} must be above 0, dropout={self.dropout} in [0, 1)")
         if unknown := {*(self.projections or ())} - {*PROJECTIONS}:
-            raise ValueError(f"no projection {min(unknown)!r}: choose from {', '.join(PROJECTIONS)}")
+            meant = did_you_mean(min(unknown), PROJECTIONS)
+            raise ValueError(f"no projection {min(unknown)!r}: {meant}choose from {', '.join(PROJECTIONS)}")
         if self.method == "standard" and self.loss_on == "all":
             raise ValueError("loss_on='all' with method='standard': a prompt holds a single example; leave it out")
         self.train_config()

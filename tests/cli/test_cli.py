@@ -3,7 +3,9 @@
 import html
 import json
 import re
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,7 +148,9 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["reproduce", "icatune/fig3", "--model", "a", "b"], "measures one model, but 2 were given: a, b"),
         (["reproduce", "icatune/fig2", "--scale", "smollm2"], "no scale 'smollm2': give --scale smoke, cpu, paper"),
         (["reproduce", "icatune/fg3"], "did you mean 'icatune/fig3'?"),
-        (["benchmark", "--methods", "atention"], "no method 'atention': choose among 'attention'"),
+        (["benchmark", "--methods", "atention"], "no method 'atention': did you mean 'attention'? choose among"),
+        (["score", *SMALL, "--metrics", "lokup"], "no metric 'lokup' for these prompts: did you mean 'lookup'? they"),
+        (["patch", *SMALL, "--heads", "2.3"], "--heads 2.3: write layer 2, head 3 as L2H3"),
         (["benchmark", "--circuits", "1000"], "--circuits 1000: give 1 to 140"),
         (["scroe"], "did you mean 'score'?"),
         (["explain"], "no verb 'explain': choose one of score, evaluate"),
@@ -266,6 +270,14 @@ def test_rerun_refuses_what_it_cannot_repeat_and_says_why(tmp_path, capsys):
     assert "holds no call that Table.save wrote" in capsys.readouterr().err
 
 
+def test_heads_of_score_0_are_not_among_the_best(tmp_path, capsys):
+    assert main(["score", "--n", "4", "--metrics", "sink", "previous", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert Table.load(tmp_path).top("sink", 1).frame["value"].iloc[0] < 0.005
+    assert re.search(r"\n  sink +no head scores above 0\n", printed) and re.search(r"\n  previous +L\dH\d", printed)
+    assert "Highest scores: previous" in re.sub("<[^>]*>", "", (tmp_path / "report.html").read_text())
+
+
 def test_scores_without_examples_have_no_lookup(tmp_path, capsys):
     assert main(["score", "--n", "4", "--x-len", "3", "--n-examples", "0", "--out", str(tmp_path)]) == 0
     assert "\n  lookup " not in capsys.readouterr().out
@@ -350,11 +362,56 @@ def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path
     answer = (
         rf"&#39;{best}&#39; tells .* best of 2 .* AUROC is {auroc[best]:.2f} over 1 .*; next is &#39;{other}&#39; with"
     )
-    assert re.search(rf'<div class="summary"><p>{answer}', page)
+    assert re.search(rf'<div class="summary">\s*<p>{answer}', page)
     assert '<h2 id="auroc-by-role">' in page and "AUROC, align query" in page and 'border="1"' not in page
     assert "attention of .5&#39; names each head" in page and "heads that follow no role; it should be .05" in page
     assert saved.frame[["low", "high"]].isna().to_numpy().all(), "no interval of fewer than five circuits"
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+
+
+OWN_METHODS = """
+import numpy as np
+
+LAYER = 0
+
+def of_a_layer(model, pair):
+    grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
+    grid[LAYER, ...] = 1
+    return grid
+
+def flat(model, pair):
+    return np.zeros(7)
+
+def broken(model, pair):
+    return 1 / 0
+"""
+
+
+def test_benchmark_takes_a_function_of_a_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file, numbers = Path("own_methods.py"), []
+    wanted = ["benchmark", "--circuits", "1", "--methods"]
+    for layer in (0, 1):  # the file has changed: circuits are measured anew
+        file.write_text(OWN_METHODS.replace("LAYER = 0", f"LAYER = {layer}") + "#" * layer)
+        sys.modules.pop("own_methods", None)
+        assert main([*wanted, "own_methods.py:of_a_layer", "attention"]) == 0
+        assert re.search(r"own_methods.py:of_a_layer +0\.\d\d", capsys.readouterr().out)
+        table = Table.load("runs/benchmark").where(method="own_methods.py:of_a_layer", metric="auroc")
+        numbers.append(table.where(trait="circuits", role="all").frame["value"].item())
+    assert numbers[0] != numbers[1]
+    assert main(["rerun", "runs/benchmark"]) == 2, "a folder runs no code"
+    assert "own_methods.py:of_a_layer is code, which is run only if you name it" in capsys.readouterr().err
+    for name, message in {
+        "flat": r"the method 'own_methods.py:flat' returned an array of shape \(7,\) for '\w+': give a number for",
+        "broken": r"the method 'own_methods.py:broken' raised ZeroDivisionError: .*own_methods.py, line 15\)",
+        "of_layer": "own_methods has no of_layer; it has of_a_layer, flat, broken",
+        "LAYER": "own_methods has LAYER, which is no function; it has of_a_layer",
+    }.items():
+        assert main([*wanted, f"own_methods.py:{name}"]) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error) and error.count("\n") == 1
+    sys.modules.pop("own_methods")
 
 
 def test_help_lists_the_verbs(capsys):
@@ -441,11 +498,12 @@ def test_a_screen_marks_its_estimates(tmp_path, capsys, verb):
     assert f"L{best['layer']}H{best['head']} {best['value']:.2f}" in printed
     measured: Any = table.where(estimated=False).frame
     told = f"{len(measured.drop_duplicates(['layer', 'head']))} of "
-    assert f"  {told}" in printed and " heads were run, grey ones are estimates alone." in printed
+    assert f"  {told}" in printed and " heads were run; the others have an estimate alone." in printed
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     estimates = page.partition('<h2 id="estimates">')[2].partition("<h2")[0]
-    assert "these heads were screened out, and not run" in estimates
-    assert estimates.count("plotly-graph-div") == 1
+    estimated = table.where(estimated=True, metric="log_prob", kind="all").frame["value"].abs().max()
+    assert f"screened out and not run. The largest is {estimated:.2g} nats." in estimates
+    assert estimates.count("plotly-graph-div") == (estimated > 0)
     assert main(["rerun", str(tmp_path)]) == 0
     assert "same: all " in capsys.readouterr().out
 
@@ -463,6 +521,8 @@ def test_a_run_on_a_file_is_repeated_from_any_folder(pairs_file, tmp_path, monke
     (tmp_path / "elsewhere").mkdir()
     command = ["score", "--model", "toy-llama", "--prompts", str(pairs_file.relative_to(tmp_path)), "--out", "first"]
     assert main(command) == 0
+    note = "The keys of 搬运🙂 are at the same positions in every prompt"
+    assert note in capsys.readouterr().out and note in Path("first/report.html").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert main(["rerun", "../first"]) == 0
     assert "same: all " in capsys.readouterr().out
@@ -523,7 +583,8 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     evaluated = Table.load(tmp_path / "evaluate").where(kind="all", offset=None).frame["metric"].tolist()
     assert evaluated == ["accuracy", "log_prob", "logit_diff"], "with wrong answers in the file"
     printed = capsys.readouterr().out
-    assert "[evaluate, 3 rows]" in printed, "no row twice, though the first token is all"
+    assert re.search(r"\n +metric +value +95% interval +n\n +accuracy +0\.\d{3} +\[", printed) and "NA" not in printed
+    assert len(re.findall(r"\[-?\d", printed)) == 3, "no row twice, though the first token is all"
     page = (tmp_path / "evaluate" / "report.html").read_text(encoding="utf-8")
     assert re.search(r"\n  '.+', not 'B': <bos>kAmnBopA", printed) and "Answers" in page and "kAm" in page
     pairs_file.write_text(pairs_file.read_text().replace("kAm", "jAm"))

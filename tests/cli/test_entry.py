@@ -46,6 +46,7 @@ def test_the_kept_help_is_that_of_the_parser(verb, capsys):
     assert main([verb, "--help", "all"]) == 0
     printed = capsys.readouterr().out
     assert VERBS[verb][:40] in printed
+    assert not re.search(r"\{?\[\{|\{\[|None|[TF]alse|True|.{81}", printed), "words of Python, or too wide a line"
     assert printed == parser_help(verb), "options have changed: python -m align_circuits.cli.help_texts"
 
 

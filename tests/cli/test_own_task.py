@@ -121,12 +121,12 @@ def test_each_runs_anew_once_the_code_of_the_task_has_changed(tiny, file):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--task", "follow_task"], "give package.module:Class or path/file.py:Class"),
+        (["--task", "follow_task"], "give package.module:name or path/file.py:name"),
         (["--task", "no_such_module:Follow"], "no module 'no_such_module' can be imported; run it from the folder"),
         (["--task", "no_such_file.py:Follow"], "there is no file no_such_file.py"),
-        (["--task", "follow_task.py:Folow"], "has no 'Folow'; its tasks are Follow, WithLetters, Unfinished"),
-        (["--task", "follow_task.py:not_a_task"], "has 'not_a_task', which is no Task; its tasks are Follow"),
-        (["--task", "empty.py:Follow"], "has no 'Follow'; write one, a subclass of align_circuits.Task"),
+        (["--task", "follow_task.py:Folow"], "has no Folow; it has Follow, WithLetters, Unfinished, first_half"),
+        (["--task", "follow_task.py:not_a_task"], "has not_a_task, which is no Task; it has Follow"),
+        (["--task", "empty.py:Follow"], "has no Follow; write one, a subclass of align_circuits.Task"),
         (["--task", "follow_task.py:Unfinished"], "Unfinished does not define sample"),
         (["--task", "follow_task.py:WithLetters"], "write `task = WithLetters(...)` in follow_task.py"),
         (["--task", "broken.py:Follow"], "importing it raised SyntaxError: '(' was never closed (broken.py, line 1)"),

@@ -362,7 +362,9 @@ def test_what_cannot_be_scored_is_refused(models, prompts, byte_bpe_tokenizer):
     ]:
         with pytest.raises(ValueError, match=message):
             ac.score_heads(models["llama"], asked, metrics)
-    with pytest.raises(KeyError, match=r"no metric 'aligns' for these prompts; they have .*align_query.*entropy"):
+    with pytest.raises(
+        KeyError, match=r"no metric 'aligns' .* did you mean 'align_\w+'\? they have align_query.*entropy"
+    ):
         ac.score_heads(models["llama"], prompts, ["align_query", "aligns", "lookups"])
 
 

@@ -211,7 +211,7 @@ def test_what_is_named_differently_is_refused(models, random_hf_model):
     ]:
         with pytest.raises(ValueError, match=message):
             ac.patch_sites(model, pair, **fields)
-    with pytest.raises(KeyError, match="no position 'IO' in these prompts; they have 'END', 'S2'"):
+    with pytest.raises(KeyError, match="no position 'IO' in these prompts: they have 'END', 'S2'"):
         ac.patch_sites(model, pair, positions=["IO"])
     parallel = ac.load(random_hf_model("gpt_neox"))
     for engine in ("auto", "reference"):

@@ -369,7 +369,7 @@ class TestParts:
             edits = [ac.Ablate(HEADS, positions=where, how="zero") for where in (names, prompts.mask_of(names))]
             one, other = (logits_of(model, prompts, edits=[edit], batch_size=2)[0] for edit in edits)
             assert torch.equal(one, other) and not torch.equal(one, logits_of(model, prompts)[0])
-        with pytest.raises(KeyError, match="no position 'c' in these prompts; they have 'a', 'b'"):
+        with pytest.raises(KeyError, match="no position 'c' in these prompts: they have 'a', 'b'"):
             ac.evaluate(model, prompts, edits=[ac.Ablate(HEADS, positions="c", how="zero")])
         hooks = ac.Ablate(HEADS, positions="a", how="zero").fwd_hooks(model, prompts[:1])
         assert len(hooks) == 2

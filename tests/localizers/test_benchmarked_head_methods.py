@@ -91,7 +91,7 @@ def test_finished_jobs_of_a_method_of_another_package_count_for_its_present_code
     ("returned", "message"),
     [
         (np.zeros((2, 2)), r"shape \(2, 2\) for 'lookup'"),
-        (np.full((4, 4), np.nan), "one with NaN"),
+        (np.full((4, 4), np.nan), "the method 'broken' returned scores with NaN for 'lookup'"),
         (agreement, r"returned a function for 'lookup': .* 4 layers of 4 heads, such as table.to_array\(metric\)"),
         ({"previous": np.zeros((4, 4))}, "no scores for 'lookup', but for previous"),
     ],

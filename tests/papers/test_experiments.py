@@ -383,7 +383,7 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
 
 
 def test_a_failing_job_is_reported_with_its_config(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"1 jobs failed.*'x_len': 0"):
+    with pytest.raises(ValueError, match=r"1 of 1 jobs failed.*'x_len': 0"):
         accuracy_study({"x_len": 0}, n=2).run(Numbers(), models=[folder], folder=tmp_path)
 
 

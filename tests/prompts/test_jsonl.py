@@ -90,7 +90,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         ("[]", r"line 2: give an object with a string 'text'"),
         ("{", r"line 2: no JSON \("),
         (changed(text=3), "line 2: give an object with a string 'text'"),
-        (changed(size=2, colour="red"), "line 2: unknown key 'colour'; a line may have text, answer"),
+        (changed(size=2, colour="red"), "line 2: unknown key 'colour': a line may have text, answer"),
         (changed(answer=None), "line 2: answer is null; give a string"),
         (changed(positions=["one"]), r'line 2: positions is \["one"\]; give an object, by name'),
         (changed(group=None), "line 2: group is null; give a string or a number"),
@@ -162,6 +162,6 @@ def test_what_the_tokenizer_finds_is_named_too(file, char_tokenizer):
         char_tokenizer,
     )
     wrong = LINE | {"relations": {"mover": {"query": "END", "keys": ["three"]}}}
-    says = "relation 'mover', line 1: no position 'three' in these prompts; they have 'one', 'two', 'END'"
+    says = "relation 'mover', line 1: no position 'three' in these prompts: they have 'one', 'two', 'END'"
     with pytest.raises(KeyError, match=says):
         Prompts.from_jsonl(file(wrong), char_tokenizer)

@@ -330,7 +330,7 @@ def test_every_way_to_select_targets():
         ([1] * 9, TypeError, r"keep\[0\] is 1, not True or False"),
         ([False] * 9, ValueError, "no target is left"),
         ("END", ValueError, "no target is left"),
-        ("middle", KeyError, "no position 'middle' in these prompts; they have 'END', 'start'"),
+        ("middle", KeyError, "no position 'middle' in these prompts: they have 'END', 'start'"),
     ],
 )
 def test_targets_that_cannot_be_selected(keep, error, message):
@@ -346,7 +346,7 @@ def test_masks_of_named_positions():
     assert torch.equal(named.token_kinds == TokenKind.INPUT, prompts.mask_of("start"))
     assert prompts.mask_of("start").nonzero().tolist() == [[0, 0], [1, 2], [2, 1]], "behind the padding"
     assert torch.equal(prompts[[2, 1]].columns_of("start"), torch.tensor([1, 2]))
-    raised(KeyError, "no position 'S2' in these prompts; they have none", Prompts.from_tokens(IDS).mask_of, "S2")
+    raised(KeyError, "no position 'S2' in these prompts: they have none", Prompts.from_tokens(IDS).mask_of, "S2")
 
 
 def test_relations_are_added_by_name():

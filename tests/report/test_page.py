@@ -86,7 +86,7 @@ def test_the_headline_says_what_was_found_in_the_words_of_the_task_and_if_the_mo
 def test_the_headline_goes_from_the_answer_to_the_largest_effect_to_one_caveat(localization):
     nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()))
     answer = (
-        f"No head passes all tests of a role. {localization.accuracy} The largest effect of a single head is that of "
+        f"No head passes all tests of a role.\n{localization.accuracy}\nThe largest effect of a single head is that of "
     )
     assert headline_of(nothing).startswith(answer)
     effects = localization.evidence.patching_effects.where(kind="all", metric="log_prob")
@@ -105,7 +105,7 @@ def test_the_headline_goes_from_the_answer_to_the_largest_effect_to_one_caveat(l
     assert headline_of(partly).startswith(answer) and headline_of(partly).endswith(note)
     note = "No head can be named for any role: the smallest p-value that these prompts allow is 0.5 (lookup)."
     never = headline_of(replace(nothing, task=replace(nothing.task, notes=("Some note.", note))))
-    assert never.startswith(f"{note} {localization.accuracy} The largest effect") and never.count(note) == 1
+    assert never.startswith(f"{note}\n{localization.accuracy}\nThe largest effect") and never.count(note) == 1
     assert never.endswith("Some note.")
     large = tuple(replace(each, large=True) for each in localization.unnamed)
     assert f" {len(large)} heads have a large effect and no role." in headline_of(replace(nothing, unnamed=large))
@@ -183,7 +183,11 @@ def test_the_summary_stands_on_top_and_every_part_follows(page, localization):
     assert headings[:2] == ["the-heads", "heads-that-were-not-named"]
     assert headings[2:4] == ["accuracy-without-them", "are-they-necessary-and-do-they-suffice"]
     assert headings[4:7] == ["scores-of-all-heads", "effects-of-single-heads", "interchange-interventions"]
-    assert headings[7:] == ["attention-on-the-test-example", "a-prompt", "methods"]
+    assert headings[7:] == ["attention-on-the-test-example", "a-pair-of-prompts", "methods"]
+    pair, drawn = localization.example.pair, body[body.index('id="a-pair-of-prompts"') :]
+    assert pair is not None and pair.to_html() in drawn and pair.clean[:1].texts_at(0) != pair.corrupted[:1].texts_at(0)
+    paragraphs = re.findall("<p>", body[: body.index("</div>")])
+    assert len(paragraphs) == len(headline_of(localization).split("\n")) == 5, "names, verdicts, effect, caveat"
     first = next(each for each in localization.caveat_sentences if "score below 0.5 on prompts" in each)
     assert "follow a fixed alignment" in first and body.index("follow a fixed") < body.index("</div>"), (
         "in the headline"
@@ -400,5 +404,5 @@ def test_a_report_on_own_prompts_speaks_of_their_relations_alone(tmp_path, char_
     shown = re.sub(r"<script.*?</script>|<style.*?</style>|<pre.*?</pre>|<!--.*?-->", "", page, flags=re.DOTALL)
     assert re.search(r"<h1>Heads of .* for mover</h1>", shown) and "A head that attends to the name." in shown
     assert not re.findall(r"symbol|phrase|automaton|letter|aligner|<NA>|smallest set|score on control", shown, re.I)
-    table = shown[shown.index('id="interchange-interventions"') : shown.index('id="a-prompt"')]
+    table = shown[shown.index('id="interchange-interventions"') : shown.index('id="a-pair-of-prompts"')]
     assert "<th>carries the answer</th>" in table and "No head" not in table

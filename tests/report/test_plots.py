@@ -58,6 +58,15 @@ def test_maps_side_by_side_share_one_scale_around_zero_for_a_difference(scores):
     assert axis.cmin == -axis.cmax
 
 
+@pytest.mark.parametrize("layers", [2, 30])
+def test_the_gap_between_rows_of_maps_does_not_grow_with_the_maps(layers):
+    heads = pd.DataFrame([(layer, 0, metric) for metric in "abcd" for layer in range(layers)])
+    frame = heads.set_axis(["layer", "head", "metric"], axis=1).assign(level="head", value=0.5, low=0.4, high=0.6, n=9)
+    layout = plots.head_maps(Table(frame, MADE)).layout
+    inner = layout.height - layout.margin.t - layout.margin.b
+    assert 40 < (layout.yaxis.domain[0] - layout.yaxis3.domain[1]) * inner < 70
+
+
 def test_top_heads_are_the_best_with_their_intervals(scores):
     dots = plots.top_heads(scores, ["a"], n=2).data[0]
     best = scores.top("a", 2).frame

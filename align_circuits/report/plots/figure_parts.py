@@ -128,7 +128,7 @@ def interval_grids(frame: Any, rows: tuple[str, Sequence[Any]], columns: tuple[s
 def coloured(figure: go.Figure, title: str, bound: float = 1, *, signed: bool = False, **bar: Any) -> None:
     """Sets the common scale of a figure's maps: from 0 to a bound, or around zero; `bar` is of its colour bar."""
     colours, lowest = (DIVERGING, -bound) if signed else (SEQUENTIAL, 0)
-    bar = {"title": plain(title), **bar}
+    bar = {"title": plain(title), "exponentformat": "e", **bar}  # by default plotly writes 40µ for 4e-5
     figure.update_layout(coloraxis={"colorscale": colours, "cmin": lowest, "cmax": bound, "colorbar": bar})
 
 

@@ -25,6 +25,9 @@ from align_circuits.report.plots.figure_parts import (
 )
 from align_circuits.tables.tables import Table
 
+GAP = 65
+"""Pixels between rows of maps, for the numbers of heads and the captions of the next row."""
+
 
 @checked
 def head_map(table: Table, metric: str | None = None, title: str | None = None, unit: str = "") -> go.Figure:
@@ -93,7 +96,8 @@ def head_maps(
     signed = bool(unit) or bool((known < 0).any())
     bound = max(float(np.abs(known).max(initial=0)), 0.0 if unit else 1.0) or 1.0
     named = [CAPTIONS.get(panel, panel) if captions else "" for panel in panels]
-    figure, panels_at = panel_grid(named, 0.32, "head", horizontal_spacing=0.07)
+    of_a_row = 150 + 16 * min(layers, 32)  # in pixels
+    figure, panels_at = panel_grid(named, GAP / of_a_row, "head", horizontal_spacing=0.07)
     lines = panels_at[-1]["row"]
     for panel, frame, at_panel in zip(panels, frames, panels_at, strict=True):
         columns, rows = list(range(heads)), list(range(layers))
@@ -108,7 +112,7 @@ def head_maps(
     figure.update_yaxes(dtick=1 if layers <= 16 else 4, showgrid=False)
     figure.update_yaxes(title="layer", col=1)
     coloured(figure, unit or ("change" if signed else "score"), bound, signed=signed)
-    drawn = styled(figure, title, height=(150 + 16 * min(layers, 32)) * lines + 60)
+    drawn = styled(figure, title, height=of_a_row * lines + 60)
     gaps = len(known) < len(panels) * layers * heads
     return drawn.update_layout(plot_bgcolor=BLANK) if gaps else drawn
 
