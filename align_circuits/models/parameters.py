@@ -45,7 +45,7 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
     """
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is not None and prompts.tokenizer_hash is not None:
-        model_hash = vocabulary_hash(tokenizer)
+        model_hash = once_a_call(model, "vocabulary", partial(vocabulary_hash, tokenizer))
         if model_hash != prompts.tokenizer_hash:
             raise ValueError(
                 f"these prompts were written with another tokenizer ({prompts.tokenizer_hash}; the model's is "

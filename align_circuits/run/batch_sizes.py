@@ -86,3 +86,8 @@ def mlp_width(config: Any) -> int:
     """Returns how wide the hidden layer of an MLP is."""
     # Configurations without a width mostly mean GPT-2's ratio. Only estimates of memory rest on it.
     return getattr(config, "d_mlp", None) or 4 * config.d_model
+
+
+def key_width(config: Any) -> int:
+    """Returns how wide a layer's keys are, those of all heads together; its values are as wide."""
+    return (getattr(config, "n_key_value_heads", None) or config.n_heads) * config.d_head

@@ -21,7 +21,7 @@ from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, first_difference, order_of, starts_from
 from align_circuits.models.parameters import check_fits, device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.batch_sizes import NUMBERS_CACHED, fitting_tokens, in_batches
+from align_circuits.run.batch_sizes import NUMBERS_CACHED, fitting_tokens, in_batches, key_width
 from align_circuits.run.forward_pass import (
     Batch,
     capture,
@@ -160,7 +160,7 @@ class _EditedRuns:
 
 
 class _KeptRuns:
-    """Unedited runs by model and tokens, as many as memory should hold."""
+    """Unedited runs by model and tokens, as many as memory should hold, the last used ones."""
 
     def __init__(self) -> None:
         self.runs: dict[tuple[Hashable, ...], Replay] = {}
@@ -177,26 +177,40 @@ class _KeptRuns:
         # `shared_runs` lets no weight change, so the object stands for its weights: to hash them would cost a run.
         alike = (id(model), tokens.shape, *((tensor.shape, tensor.cpu().numpy().tobytes()) for tensor in others))
         key = (*alike, tokens.cpu().numpy().tobytes())
-        kept = self.runs.get(key)
+        # Taken out and put back: the runs stand in the order of their last use.
+        kept = self.runs.pop(key, None)
         if kept is not None and kept.serves(keep, starts):
+            self.runs[key] = kept
             return kept
         # The next sweep edits other layers, from other columns on: it finds what it starts from, too.
         sites: set[Site] = {layer_and_site[1] for name in keep if (layer_and_site := site_of(name)) is not None}
         every = {name_of(site, layer) for site in sites for layer in range(model.cfg.n_layers)}
         every |= kept.kept.keys() if kept is not None else set()
-        size_of_others = sum(run.size for run in self.runs.values() if run is not kept)
         # `Replay.size` before it is known: an activation for each name, keys and values of each layer.
-        expected = (len(every) + 2 * model.cfg.n_layers) * tokens.numel() * model.cfg.d_model
-        if size_of_others + expected > NUMBERS_CACHED:
+        numbers = len(every) * model.cfg.d_model + 2 * model.cfg.n_layers * key_width(model.cfg)
+        room = NUMBERS_CACHED - numbers * tokens.numel()
+        if room < 0:
             return Replay.run(decoder, **inputs, keep=keep, starts=starts)
+        near = self._beginning_alike(alike, every, tokens)
+        # Control sets go through the same prompts again and again: what was used last is used next.
+        while sum(run.size for run in self.runs.values()) > room:
+            del self.runs[next(iter(self.runs))]
+        self.runs[key] = (
+            Replay.run(decoder, **inputs, keep=every, starts=[0, tokens.shape[1] - 1])
+            if near is None
+            else near.beside(tokens)
+        )
+        return self.runs[key]
+
+    def _beginning_alike(
+        self, alike: tuple[Hashable, ...], every: set[str], tokens: Int[Tensor, "prompt pos"]
+    ) -> Replay | None:
+        """A kept run of prompts that begin with the same tokens, as clean and corrupted ones often do."""
         for other, run in self.runs.items():
-            # Clean and corrupted prompts often differ at their ends alone.
             is_alike = other[:-1] == alike and every <= run.kept.keys()
             if is_alike and 2 * first_difference(run.tokens, tokens) > tokens.shape[1]:
-                self.runs[key] = run.beside(tokens)
-                return self.runs[key]
-        self.runs[key] = Replay.run(decoder, **inputs, keep=every, starts=[0, tokens.shape[1] - 1])
-        return self.runs[key]
+                return run
+        return None
 
 
 _KEPT: ContextVar[_KeptRuns | None] = ContextVar("kept_runs", default=None)

@@ -13,7 +13,7 @@ from align_circuits.hooks.compat.attention_functions import has_fused_attention
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.folder_checks import memory_of_machine, readable_size
 from align_circuits.models.parameters import parameters_of
-from align_circuits.run.batch_sizes import NUMBERS_CACHED, mlp_width
+from align_circuits.run.batch_sizes import NUMBERS_CACHED, key_width, mlp_width
 
 COPIES_OF_LOGITS = 5
 """Logits, their softmax, and their gradients, in float32."""
@@ -50,8 +50,7 @@ def of_sweeps(model: HookedModel, prompts: int, length: int, tokens: int, logits
         logits: As of `of_gradients`.
     """
     config = model.cfg
-    key_heads = getattr(config, "n_key_value_heads", None) or config.n_heads
-    kept = min(NUMBERS_CACHED, 2 * config.n_layers * key_heads * config.d_head * prompts * length)
+    kept = min(NUMBERS_CACHED, 2 * config.n_layers * key_width(config) * prompts * length)
     return _bytes_of(model) * kept + 0.3 * of_gradients(model, tokens, logits)
 
 

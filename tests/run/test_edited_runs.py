@@ -663,6 +663,29 @@ def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch
     assert len(made) == 1, "nothing is kept longer"
 
 
+def test_the_unedited_runs_that_were_used_last_are_kept(models, monkeypatch):
+    """Two fit: a third takes the place of that which was not used for the longest time."""
+    model, made = models("llama", torch.float32), []
+    run = replay.Replay.run.__func__
+    monkeypatch.setattr(replay.Replay, "run", classmethod(lambda *a, **k: made.append(1) or run(*a, **k)))
+    one_run = 3 * 12 * model.cfg.n_layers * (2 * model.cfg.d_model + 2 * model.cfg.n_key_value_heads * model.cfg.d_head)
+    monkeypatch.setattr(edited_runs, "NUMBERS_CACHED", 2 * one_run + 3 * 64)  # and the logits of one query
+    batches = [
+        Prompts.from_tokens(torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(seed)))
+        for seed in range(3)
+    ]
+    edit_sets: list[list[Edit]] = [[ac.Ablate([(1, 2)], how="zero")]]
+
+    def runs_of(batch: int) -> int:
+        made.clear()
+        rows: dict[str, Any] = {"prompt": torch.arange(3), "query": torch.full((3,), 11)}
+        run_edited(model, batches[batch], edit_sets, **rows, on_logits=lambda *_: None)
+        return len(made)
+
+    with edited_runs.shared_runs(model):
+        assert [runs_of(batch) for batch in (0, 1, 0, 2, 0, 2, 1, 2, 0)] == [1, 1, 0, 1, 0, 0, 1, 0, 1]
+
+
 @pytest.mark.parametrize(("differs", "runs"), [(9, 1), (2, 2)], ids=["late", "early"])
 @pytest.mark.parametrize("padded", [0, 2], ids=["whole", "padded"])
 def test_runs_of_prompts_that_begin_alike_share_their_beginning(models, monkeypatch, differs, runs, padded):
