@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from align_circuits.hooks.compat import adapters, architectures
+from align_circuits.hooks.compat import architectures, lora_merging
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import modules_in
 from align_circuits.hooks.names import name_of
@@ -45,7 +45,7 @@ def on_merged_weights(function: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         model = args[0] if args else kwargs["model"]
         model_provenance(model)  # which a call keeps
-        with adapters.merged_adapters(modules_in(model)):
+        with lora_merging.merged_adapters(modules_in(model)):
             return function(*args, **kwargs)
 
     return wrapper  # pyright: ignore[reportReturnType]

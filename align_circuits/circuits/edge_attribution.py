@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.circuits.attribution_runs import gradient_runs, prepared_pair, summed_by_head
 from align_circuits.circuits.decomposition import on_merged_weights, residual_edges_of
+from align_circuits.circuits.integrated_gradients import gradient_runs, prepared_pair, summed_by_head
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.graph import Reading
 from align_circuits.hooks.hooked_model import HookedModel

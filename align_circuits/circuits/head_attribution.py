@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.circuits.attribution_runs import gradient_runs, prepared_pair, summed_by_head
+from align_circuits.circuits.integrated_gradients import gradient_runs, prepared_pair, summed_by_head
 from align_circuits.hooks.edits import Patch, check_heads_apart
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.head_names import heads_of, layers_of

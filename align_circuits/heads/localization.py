@@ -109,7 +109,10 @@ class Localization:
         heads = named_head_rows(self.table, self.heads_by_role, self.thresholds)
         answer = self.accuracy if heads else self.answer
         return rendered(
-            "heads/localization.html", answer=answer, tables=[heads, verdicts], caveats=self.caveat_sentences
+            "heads/localization_in_notebooks.html",
+            answer=answer,
+            tables=[heads, verdicts],
+            caveats=self.caveat_sentences,
         )
 
     def heads(self, role: str) -> list[Head]:

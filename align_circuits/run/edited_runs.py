@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.hooks.compat import adapters
+from align_circuits.hooks.compat import lora_merging
 from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_no_decoder
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, as_hooked, changes_of
 from align_circuits.hooks.hooked_model import HookedModel
@@ -124,7 +124,12 @@ def run_edited(
 @contextmanager
 def replaying(model: HookedModel) -> Iterator[Decoder]:
     """Gives the parts of a model for replay: in evaluation mode, with merged adapters, without gradients."""
-    with torch.no_grad(), evaluating(model), adapters.merged_adapters(modules_in(model)), decoder_of(model) as decoder:
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        lora_merging.merged_adapters(modules_in(model)),
+        decoder_of(model) as decoder,
+    ):
         yield decoder
 
 
@@ -226,7 +231,7 @@ def shared_runs(model: HookedModel) -> Iterator[None]:
     # A `with` within another one shares the runs of the outer one.
     token = _KEPT.set(_KEPT.get() or _KeptRuns())
     try:
-        with adapters.merged_adapters(modules_in(model)):
+        with lora_merging.merged_adapters(modules_in(model)):
             yield
     finally:
         _KEPT.reset(token)

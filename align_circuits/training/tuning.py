@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from align_circuits.checks import checked
 from align_circuits.hooks.attention import AttentionParts, take_parts, why_not_fast
-from align_circuits.hooks.compat import adapters, architectures, bridges, rotary_embeddings
+from align_circuits.hooks.compat import architectures, bridges, lora_merging, rotary_embeddings
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
@@ -348,7 +348,7 @@ def tune(
         take_parts(trained)
     # Dropout in the last MLP would be drawn for fewer positions.
     skips = not (config.dropout and {"gate", "up", "down"} & {*config.matrices}) and architectures.skip_unread(trained)
-    adapters.fuse_adapters(trained)
+    lora_merging.fuse_adapters(trained)
     engine = "reference" if reason else "fast"
     options = RunOptions(engine=engine)
     probe = Probe(bridge, data.probes, kept and writable_folder(inside(kept, "probes")), data.scored, clamps, options)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import align_circuits as ac
-from align_circuits.hooks.compat import adapters, architectures, bridges
+from align_circuits.hooks.compat import architectures, bridges, lora_merging
 from align_circuits.models import quantization
 from align_circuits.models.lora import recompute, unwrapped, with_adapter
 from align_circuits.models.parameters import parameters_of
@@ -637,7 +637,7 @@ def test_fused_adapters_train_as_peft_does(name, checkpointing, random_hf_model,
                 weight.data.normal_(0, 0.1, generator=generator)
         weights = {key: weight.clone() for key, weight in plain.named_parameters()}
         if fused:
-            adapters.fuse_adapters(plain)
+            lora_merging.fuse_adapters(plain)
         if checkpointing:
             recompute(plain)
         inner, seen = plain.model.layers[0].self_attn.q_proj.lora_A["default"], []
@@ -661,14 +661,14 @@ def test_fused_adapters_train_as_peft_does(name, checkpointing, random_hf_model,
 )
 def test_adapters_are_fused_where_nothing_else_is_computed(llama, monkeypatch, settings):
     fused = []
-    real = adapters._AdaptedLinear.apply
-    monkeypatch.setattr(adapters._AdaptedLinear, "apply", lambda *given: (fused.append(1), real(*given))[1])
+    real = lora_merging._AdaptedLinear.apply
+    monkeypatch.setattr(lora_merging._AdaptedLinear, "apply", lambda *given: (fused.append(1), real(*given))[1])
     run(llama, config=replace(QUICK, batch=8, **settings))
     assert bool(fused) == (settings == {"dropout": 0.0})
 
 
 def test_narrow_weights_are_not_fused(folder, monkeypatch):
-    monkeypatch.setattr(adapters._AdaptedLinear, "apply", None)
+    monkeypatch.setattr(lora_merging._AdaptedLinear, "apply", None)
     run(ac.load(folder, dtype=torch.bfloat16), config=replace(QUICK, batch=8, dropout=0.0))
 
 
@@ -681,5 +681,5 @@ def test_adapters_by_prompt_go_by_peft(random_hf_model: Any):
     model.eval()
     with torch.no_grad():
         expected = model(tokens, adapter_names=names).logits
-        adapters.fuse_adapters(model)
+        lora_merging.fuse_adapters(model)
         torch.testing.assert_close(model(tokens, adapter_names=names).logits, expected)

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 
 import align_circuits as ac
-from align_circuits.hooks.compat import adapters, bridges
+from align_circuits.hooks.compat import bridges, lora_merging
 from align_circuits.hooks.left_as_found import modules_in
 from align_circuits.models.parameters import model_provenance
 from align_circuits.run import edited_runs
@@ -49,7 +49,7 @@ def test_logits_are_the_same_and_weights_come_back_untouched(dtype, tolerance, a
     weights = {name: (id(weight), weight.clone()) for name, weight in bridges.wrapped(model).named_parameters()}
     with torch.no_grad():
         apart, base = model(TOKENS), plain(TOKENS).logits
-        with adapters.merged_adapters(modules_in(model)):
+        with lora_merging.merged_adapters(modules_in(model)):
             assert layers_of(model) and all(layer.merged for layer in layers_of(model))
             torch.testing.assert_close(model(TOKENS), apart, atol=tolerance, rtol=0)
             torch.testing.assert_close(plain(TOKENS).logits, base, atol=0, rtol=0)  # which shares the weights
@@ -73,7 +73,7 @@ def test_what_a_sum_would_change_stays_apart(adapted):
     for model, merged in ((narrow, 0), (dora, 0), (off, 0), (hooked, len(layers_of(hooked)) - 2)):
         with torch.no_grad():
             before = model(TOKENS)
-            with adapters.merged_adapters(modules_in(model)):
+            with lora_merging.merged_adapters(modules_in(model)):
                 assert sum(layer.merged for layer in layers_of(model)) == merged
                 torch.testing.assert_close(model(TOKENS), before, atol=2e-5, rtol=0)
 

@@ -1,4 +1,4 @@
-"""What attribution to heads and to edges share: the check of the pair, and the runs whose gradients they take."""
+"""The runs whose gradients attribution to heads and edges takes: one, or those of integrated gradients."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
