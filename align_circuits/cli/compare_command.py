@@ -46,9 +46,9 @@ class Compare(Verb):
         if of_two_verbs:
             summary = " ".join([*_agreement(table, *tables), *_in_one_alone(table, *tables)])
         else:
-            left_out = [f"{len(run) - len(table)} are in {name} alone" for name, run in zip("AB", tables, strict=True)]
-            equal = len(table) - len(differing)
-            summary = f"{equal} of {len(table)} numbers are equal in A and B ({', '.join(left_out)})."
+            alone = {name: len(run) - len(table) for name, run in zip("AB", tables, strict=True)}
+            left_out = "".join(f" {count} more are in {name} alone." for name, count in alone.items() if count)
+            summary = f"{len(table) - len(differing)} of {len(table)} numbers are equal in A and B.{left_out}"
         for name, run, measured in zip("AB", runs, tables, strict=True):
             if estimates := len(run) - len(measured):
                 summary += f" {estimates} of {len(run)} numbers of {name} are estimates of a screen, and left out."
@@ -76,9 +76,7 @@ class Compare(Verb):
             sections.append((heading, note, _html(numbers.head(IN_REPORT)) if opposite else differing))
         if of_two_verbs:  # whose settings differ anyway
             shown, sections = dict(reversed(shown.items())), sections[::-1]
-        texts = {
-            name: rows.to_string(index=False, float_format="{:.3g}".format) for name, rows in shown.items() if len(rows)
-        }
+        texts = {name: _printed(rows) for name, rows in shown.items() if len(rows)}
         if texts:
             print("\n\n".join(f"{name}:\n{text}" for name, text in texts.items()))
         self.finish(
@@ -90,6 +88,16 @@ class Compare(Verb):
             sections=sections,
             facts={"A": str(self.first), "B": str(self.second)},
         )
+
+
+def _printed(rows: pd.DataFrame) -> str:
+    """Rows in columns, without those that are empty, after a line with the keys that are the same in all rows."""
+    rows = rows.dropna(axis=1, how="all")
+    keys = [name for name in rows if name not in ("A", "B", *VALUES)] if "level" in rows and len(rows) > 1 else []
+    same = [name for name in keys if len({*map(str, rows[name])}) == 1]
+    in_all = ", ".join(f"{name} {rows[name].iloc[0]}" for name in same)
+    printed = rows.drop(columns=same).to_string(index=False, float_format="{:.3g}".format, na_rep="–")
+    return f"in all rows: {in_all}\n{printed}" if same else printed
 
 
 def _loaded(folder: Path) -> Table:
@@ -105,7 +113,8 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
     """
     verbs = [table.provenance.verb for table in (first, second)]
     if verbs[0] != verbs[1] and not {*verbs} <= EFFECTS:
-        raise ValueError(f"a run of {verbs[0]!r} and one of {verbs[1]!r} differ: give two of one verb")
+        effects = ", ".join(sorted(EFFECTS))
+        raise ValueError(f"a run of {verbs[0]} beside one of {verbs[1]}: give two of one verb, or of {effects}")
     keys = [key for key in first.keys if key in second.keys]
     first, second = (table.with_keys(keys) for table in (first, second))
     numbers = [table.frame[[*keys, "value", "n"]].assign(row=np.arange(len(table))) for table in (first, second)]
@@ -176,7 +185,7 @@ def _in_one_alone(table: Table, first: Table, second: Table) -> Iterator[str]:
         if more := len(compared) - len(table):
             alone.append(f"effects of other heads ({more})")
         if alone:
-            yield f"In {name} alone: {', '.join(alone)}."
+            yield f"Only {name} has {', '.join(alone)}."
 
 
 def settings_that_differ(first: Table, second: Table) -> pd.DataFrame:
@@ -193,7 +202,7 @@ def settings_that_differ(first: Table, second: Table) -> pd.DataFrame:
         for table in (first, second)
     )
     names = [name for name in one | other if one.get(name) != other.get(name) and not name.startswith("settings out")]
-    rows = [(name, str(one.get(name, "–")), str(other.get(name, "–"))) for name in names]
+    rows = [(name, *("–" if run.get(name) is None else str(run[name]) for run in (one, other))) for name in names]
     return pd.DataFrame(rows, columns=["setting", "A", "B"])
 
 

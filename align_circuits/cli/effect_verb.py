@@ -175,8 +175,9 @@ def best_of(table: Table, metric: str) -> str:
     best = [row for row in _apart_from_zero(ranked) if row["value"] * sign > 0][:5]
     others = [row for row in _apart_from_zero(largest)[:5] if row["value"] * sign < 0]
     against = f". In the other direction: {', '.join(map(head_value, others))}" if others else ""
-    nearest = "".join(f", nearest {head_value(row)}" for _, row in ranked[:1].iterrows())
-    return (", ".join(map(head_value, best)) or f"none with an interval that leaves out 0{nearest}") + against
+    nearest = "".join(f"; the largest is {head_value(row)}" for _, row in ranked[:1].iterrows())
+    none = f"no effect in the expected direction has an interval that leaves out 0{nearest}"
+    return (", ".join(map(head_value, best)) or none) + against
 
 
 def _count_apart(table: Table) -> int:

@@ -132,7 +132,7 @@ def _main(arguments: Sequence[str]) -> int:
     except (OSError, SafetensorError) as error:  # such as a full disk; both write files
         return _refuse(f"cannot read or write a file, earlier results are as they were: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
-        _refuse("interrupted: nothing was written but what the same command goes on from")
+        _refuse("interrupted: no results were written; what the same command goes on from is kept")
         return 130
     return 0 if complaint is None else _refuse(complaint)
 
@@ -299,14 +299,15 @@ def warnings_as_lines() -> Iterator[None]:
 
 @contextmanager
 def without_boxes(verb: type[Any]) -> Iterator[None]:
-    """Takes off the boxes around what the parser of a verb prints in the block: its help, or a wrong option."""
+    """Takes the boxes off what the parser of a verb prints in the block, and tells a wrong option in a sentence."""
     out, err = StringIO(), StringIO()
     try:
         with redirect_stdout(out), redirect_stderr(err):
             yield
     finally:
         print(_unboxed(out.getvalue()), end="")
-        print(_in_words_of(verb, _unboxed(err.getvalue())), end="", file=sys.stderr)
+        if error := err.getvalue():
+            _refuse(f"{_in_a_sentence(verb, _unboxed(error))} (align-circuits {verb.__name__.lower()} --help)")
 
 
 def _unboxed(text: str) -> str:
@@ -318,16 +319,25 @@ def _unboxed(text: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _in_words_of(verb: type[Any], error: str) -> str:
-    """What the parser says of a wrong option, with names of options for those of fields, and with the choice meant."""
-
-    def meant(match: re.Match[str]) -> str:
-        close = did_you_mean(match[1], re.findall("'(.*?)'", match[2]))
-        return f"{match[0]}\n  {close.capitalize().rstrip()}" if close else match[0]
-
-    choice = r"invalid\s+choice\s+'([^']*)'.*?Expected\s+one\s+of\s+\((.*?)\)\."
-    error = re.sub(r"Error parsing \w+: ", "", in_options(error, verb))  # of options that begin with no dash
-    return re.sub(choice, meant, error, flags=re.DOTALL)
+def _in_a_sentence(verb: type[Any], error: str) -> str:
+    """What the parser says of a wrong option, in a sentence with names of options, and with the choice meant."""
+    body = [*re.split(r"\n\s*-{9,}\n", error), ""][1]
+    said = " ".join(in_options(body, verb).split())
+    if wrong := re.match(r"Error parsing (--\S+): .*?(base 10|to float): '(.*?)'", said):
+        return f"{wrong[1]} {wrong[3]}: give a {'whole ' * (wrong[2] == 'base 10')}number"
+    if wrong := re.match(r"Error parsing (--\S+): Could not .* arguments:? \[(.*?)\]", said):
+        values = " ".join(re.findall("'(.*?)'", wrong[2]))
+        return f"{wrong[1]} {values}: give whole numbers"
+    if wrong := re.match(r"(?:Error parsing \S+: )?invalid choice '(.*?)' for argument '(.*?)'. .* \((.*)\)", said):
+        names = sorted({*re.findall("'(.*?)'", wrong[3])} - {"None"})
+        return f"{wrong[2]} {wrong[1]}: {did_you_mean(wrong[1], names)}choose one of {', '.join(names)}"
+    if wrong := re.match(r"Missing value for argument '(.*?)'. Expected (\d+)", said):
+        return f"{wrong[1]}: give {'a value' if wrong[2] == '1' else f'{wrong[2]} values'}"
+    if wrong := re.match(r"Unrecognized options: ([^\s,]+)", said):
+        known = re.findall(r"^  (--[\w-]+)", _help_of(verb.__name__.lower(), everything=True), re.MULTILINE)
+        return f"no option {wrong[1]}: {did_you_mean(wrong[1], known)}--help all lists the options"
+    said = re.sub(r"^Error parsing \w+: ", "", said)  # of options that begin with no dash
+    return re.sub(rf"^Missing from {PROGRAM} \w+: (\S+) (.*)\. \(required\)", r"missing \1: \2", said)
 
 
 def _refuse(message: str) -> int:

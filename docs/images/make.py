@@ -5,6 +5,7 @@ The report is that of `pairs.jsonl`, measured in SmolLM2 (`make test-real` insta
 
 import json
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -94,6 +95,8 @@ def report() -> None:
         program = [sys.executable, "-c", "from align_circuits.cli import main; main()"]
         verb = ["patch", "--model", "smollm2", "--prompts", "pairs.jsonl", "--metric", "logit_diff", "--out", "run"]
         subprocess.run([*program, *verb], cwd=folder, check=True)
+        took = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(f"patch took {took.ru_utime + took.ru_stime:.0f} s of processor time")
         photograph((Path(folder) / "run" / "report.html").read_text(encoding="utf-8"), "report.png", 860, 1000)
 
 

@@ -181,11 +181,17 @@ def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--x-len", "30"], "  --x-len is 30, but the alphabet has 26 symbols"),
-        (["--n-examples", "-1"], "  --n-examples is -1: give at least"),
+        (["--x-len", "30"], "align-circuits: --x-len is 30, but the alphabet has 26 symbols"),
+        (["--n-examples", "-1"], "align-circuits: --n-examples is -1: give at least"),
         (["--alignment", "prior", "--decay", "-1"], "decay"),
-        (["--engine", "referenze"], "\n  Did you mean 'reference'?\n"),
-        (["--engine", "slow"], "invalid choice 'slow' for argument '--engine'"),
+        (["--engine", "referenze"], "--engine referenze: did you mean 'reference'? choose one of auto, fast, ref"),
+        (["--engine", "slow"], "--engine slow: choose one of auto, fast, reference ("),
+        (["--n", "some"], "--n some: give a whole number ("),
+        (["--decay", "some"], "--decay some: give a number ("),
+        (["--state-range", "3", "b"], "--state-range 3 b: give whole numbers ("),
+        (["--state-range", "3"], "--state-range: give 2 values ("),
+        (["--n"], "--n: give a value ("),
+        (["--modle", "toy-llama"], "no option --modle: did you mean '--model'? "),
     ],
 )
 def test_an_impossible_task_or_option_is_refused(arguments, message, capsys):
@@ -194,7 +200,7 @@ def test_an_impossible_task_or_option_is_refused(arguments, message, capsys):
     assert exit.value.code == 2
     printed = capsys.readouterr().err
     assert message in printed
-    assert ("Did you mean" in printed) == ("Did you mean" in message)
+    assert ("did you mean" in printed) == ("did you mean" in message) and printed.count("\n") == 1
 
 
 def test_rerun_repeats_a_reproduction(tmp_path, capsys):
@@ -471,7 +477,7 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
         printed, page = capsys.readouterr().out, (out / "report.html").read_text(encoding="utf-8")
         place = "  z at test input: " if several else "  resid_pre: " if each else "  "
         head = f"at {row['position']}" if each else f"H{row['head']}"
-        none = "none with an interval that leaves out 0, nearest "
+        none = "no effect in the expected direction has an interval that leaves out 0; the largest is "
         assert re.search(f"\n{place}({none})?L{row['layer']}{' ' * each}{head} {row['value']:.2f}", printed)
         assert ("All positions, resid_mid" in page) == each
         assert ("\n  attn_out at examples: " in printed and "All heads, z at examples" in page) == several
@@ -602,7 +608,7 @@ def test_larger_effects_in_the_other_direction_are_named():
     best, against = effect_verb.best_of(Table(frame, Provenance("patch")), "a").split(". In the other direction: ")
     zeros = frame.assign(low=-1.0, high=1.0, value=[0.01] * 8)
     assert effect_verb.best_of(Table(zeros, Provenance("patch")), "a").startswith(
-        "none with an interval that leaves out 0, nearest"
+        "no effect in the expected direction has an interval that leaves out 0; the largest is L0H0"
     )
     shared = pd.concat([frame, frame[frame["head"] == 0].assign(head=8)])
     assert effect_verb.best_of(Table(shared, Provenance("patch")), "a").count("5.00 [") == 1, (

@@ -45,7 +45,7 @@ def test_other_prompts_give_no_interval_and_equal_rows_are_counted(values, tmp_p
     run(values[0][:2], tmp_path / "b", digest="e", heads=HEADS[:2])
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
     printed = capsys.readouterr().out
-    assert "2 of 2 numbers are equal in A and B (1 are in A alone, 0 are in B alone)" in printed
+    assert "2 of 2 numbers are equal in A and B. 1 more are in A alone." in printed
     assert "without intervals: the prompts differ" in printed and "largest differences" not in printed
     page = (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
     assert "Numbers that differ" not in page
@@ -64,7 +64,10 @@ def test_what_is_no_run_and_what_measured_something_else_are_refused(values, tmp
     run(values[0], tmp_path / "a")
     run(values[1], tmp_path / "b", verb="patch")
     (tmp_path / "c").mkdir()
-    for other, message in (("b", "'score' and one of 'patch' differ"), ("c", "is no run")):
+    for other, message in (
+        ("b", "a run of score beside one of patch: give two of one verb, or of ablate"),
+        ("c", "is no run"),
+    ):
         assert main(["compare", str(tmp_path / "a"), str(tmp_path / other), "--out", str(tmp_path / "both")]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
@@ -89,7 +92,7 @@ def test_estimates_stand_beside_what_they_estimate(values, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.split("\n\n")[1].startswith(
         f"lookup: rank correlation of the effects {rho:.2f} (Spearman, over 3 heads). "
-        "In A alone: metric accuracy, kind first. Differences"
+        "Only A has metric accuracy, kind first. Differences"
     )
     assert said.index("largest differences") < said.index("report:") and "numbers are equal" not in said
     assert "with 95% intervals over the same prompts" in said, "though A has another metric too"
@@ -108,9 +111,11 @@ def test_effects_with_opposite_signs_are_ranked_from_the_end_that_matters(values
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "effects 1.00 (Spearman, over 2 heads, the highest effects of A beside the lowest of B)" in said
-    assert "In A alone: effects of other heads (1)." in said and "In B alone" not in said
+    assert "Only A has effects of other heads (1)." in said and "Only B" not in said
     assert "counts as a loss the other counts as a gain" in said and "B minus A" not in said
-    listed = [line.split() for line in said.split("largest of A:\n")[1].split("\n\n")[0].splitlines()]
+    in_all, *rows = said.split("largest of A:\n")[1].split("\n\n")[0].splitlines()
+    assert in_all.startswith("in all rows: level head, ") and "metric lookup" in in_all
+    listed = [line.split() for line in rows]
     assert listed[0][-2:] == ["A", "B"] and abs(float(listed[1][-2])) >= abs(float(listed[2][-2]))
     assert "Numbers of both runs" in (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
     settings = said.split("settings that differ:\n")[1].split("\n\n")[0].splitlines()[1:]
@@ -125,7 +130,7 @@ def test_of_a_screened_run_what_was_measured_is_compared(values, tmp_path, capsy
     run(values[0], tmp_path / "b", verb="ablate")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
     printed = capsys.readouterr().out
-    assert "2 of 2 numbers are equal in A and B (0 are in A alone, 1 are in B alone)" in printed
+    assert "2 of 2 numbers are equal in A and B. 1 more are in B alone." in printed
     assert "1 of 3 numbers of A are estimates of a screen, and left out" in printed
 
 
