@@ -81,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)), warnings_as_lines():
         try:
             return _main(arguments)
+        except KeyboardInterrupt:  # also while libraries are imported
+            _refuse("interrupted: no results were written; what the same command goes on from is kept")
+            return 130
         finally:
             out.flush()  # here, where a closed pipe is no error, and not when the interpreter ends
             err.flush()
@@ -131,9 +134,6 @@ def _main(arguments: Sequence[str]) -> int:
         return _refuse(in_options(str(error.args[0] if error.args else error), type(verb)))
     except (OSError, SafetensorError) as error:  # such as a full disk; both write files
         return _refuse(f"cannot read or write a file, earlier results are as they were: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        _refuse("interrupted: no results were written; what the same command goes on from is kept")
-        return 130
     return 0 if complaint is None else _refuse(complaint)
 
 

@@ -26,5 +26,5 @@ class Pretrain(Verb):
             run = pretrain_sparse(SPARSE_GPT2, seed=self.seed, out=results.new, state=results.folder)
         else:
             run = pretrain(RECIPES[self.recipe], seed=self.seed, out=results.new, state=results.folder)
-        print(run.log.to_string(index=False, float_format="{:.3f}".format))
+        print(run.log.to_string(index=False, float_format="{:.3g}".format, na_rep="–"))
         print(f"\nmodel: {results.folder / 'model'}")

@@ -73,7 +73,7 @@ class Tune(PromptVerb):
             prompts = replace(self.task, n_examples=0).sample(self.count, model.tokenizer, seed=self.seed)
         task = self.source
         run = tune(model, task, self.config, seed=self.seed, out=results.new, state=results.folder)
-        print(run.log.to_string(index=False, float_format="{:.3f}".format))
+        print(run.log.to_string(index=False, float_format="{:.3g}".format, na_rep="–"))
         before = evaluate(model, prompts, options=self.options)
         scores, after = score_and_evaluate(run.model, prompts, options=self.options)
         metrics = [name for name in task.roles if len(prompts.relations.get(name, ()))][:MOST_MAPS]

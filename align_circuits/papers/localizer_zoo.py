@@ -319,7 +319,7 @@ def auroc_figure(table: Table, at: str = "all") -> go.Figure:
     heat = table.where(trait="circuits", at=at, metric="auroc").frame
     wide = heat.pivot_table(index="method", columns="role", values="value")
     wide = wide.loc[_methods(table), [*CIRCUIT_ROLES, "all"]]
-    return auroc_map(wide.rename(columns=lambda role: role.replace("_", " ")), "role", 560)
+    return auroc_map(wide.rename(columns=lambda role: role.replace("_", " ")), "role", 150 + 26 * len(wide))
 
 
 def auroc_map(wide: pd.DataFrame, label: str, height: int) -> go.Figure:
@@ -348,7 +348,8 @@ def auroc_map(wide: pd.DataFrame, label: str, height: int) -> go.Figure:
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     split: Any = table.where(trait="copies", role="all").frame
-    split = split[split["method"].isin(DRAWN) | ~split["method"].isin(METHODS)]  # and methods of other packages
+    if len(_methods(table)) > len(DRAWN):
+        split = split[split["method"].isin(DRAWN) | ~split["method"].isin(METHODS)]  # and methods of other packages
     panels = {"R-precision": "recall_at_size", "recall of named heads": "recall"}
     parts = {title: split[split["metric"] == metric] for title, metric in panels.items()}
     blind = plots.curves(

@@ -419,7 +419,11 @@ def preset_for(parameters: int) -> Literal["small", "paper"]:
 def described(config: TuneConfig) -> str:
     """Returns the settings that are not the paper's, in words."""
     settings, paper = asdict(config), asdict(TuneConfig(method=config.method))
-    changed = [f"{name} {value}" for name, value in settings.items() if value != paper[name] and name != "method"]
+    changed = [
+        f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for name, value in settings.items()
+        if value != paper[name] and name != "method"
+    ]
     return ", ".join(changed) or "as in the paper"
 
 

@@ -174,3 +174,13 @@ def test_open_prints_the_path_where_there_is_no_display(tmp_path, capsys, monkey
     (tmp_path / "report.html").write_text("<p>", encoding="utf-8")
     assert main(["open", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{(tmp_path / 'report.html').resolve()}\n"
+
+
+@pytest.mark.parametrize("place", ["verb_class", "results_folder"])
+def test_an_interrupt_is_told_in_a_line_also_while_libraries_are_imported(place, monkeypatch, capsys, tmp_path):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"align_circuits.cli.entry.{place}", interrupted)
+    assert main(["score", "--out", str(tmp_path / "run")]) == 130
+    assert capsys.readouterr().err.startswith("align-circuits: interrupted: no results were written; ")
