@@ -50,6 +50,9 @@ class Score(PromptVerb):
         measured = [name for name in prompts.relations if any(_is_of(metric, name) for metric in metrics)]
         notes = position_notes(prompts, measured)
         last = f"Heads that pay the keys less than {LEAST_ATTENTION:g} of all their attention come last. " * some_low
+        of_attending = (
+            f", of heads that pay the keys at least {LEAST_ATTENTION:g} of all their attention, where there are such"
+        ) * some_low
         roles = getattr(model, "roles", None)
         print(
             f"{self.model}: {len(prompts)} prompts of {prompts.inputs.shape[1]} tokens, "
@@ -83,9 +86,7 @@ class Score(PromptVerb):
                 *accuracy_sections(accuracy, note),
                 (
                     "The best heads",
-                    "The highest scores, with 95% intervals over prompts"
-                    + f", of heads that pay the keys at least {LEAST_ATTENTION:g} of all their attention" * some_low
-                    + ".",
+                    f"The highest scores, with 95% intervals over prompts{of_attending}.",
                     plots.top_heads(_attending(table, ranked), metrics),
                 ),
                 (

@@ -67,7 +67,8 @@ def test_a_high_share_of_little_attention_does_not_come_first(tmp_path, capsys):
     kept: Any = score_command._attending(raised, {"align_query": ranked}).top("align_query", 99).frame
     assert len(kept) == (ranked["attention"] >= 0.1).sum()
     assert "less than 0.1 of all their attention come last" in printed
-    assert "come last" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "come last" in page and "at least 0.1 of all their attention, where there are such." in page
 
 
 def test_rerun_says_whether_the_numbers_are_the_same(tmp_path, capsys):
