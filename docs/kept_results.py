@@ -1,5 +1,6 @@
 """What the pages of results show of the tables that are kept in the folder `results`."""
 
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -8,11 +9,13 @@ from typing import Any, get_args
 
 import pandas as pd
 from IPython.display import HTML, Markdown, display
+from myst_nb import glue
 
 from align_circuits.cli.experiments_list import kept_verdicts
 from align_circuits.papers.claims import Check, Verdict, checks_html, kept_checks, verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.lab import Experiment
+from align_circuits.papers.statistics import Measured
 from align_circuits.tables.tables import Table
 
 CAUSES = Path("results/causes.toml")
@@ -223,3 +226,24 @@ def summary(paper: str) -> pd.DataFrame:
     of_paper = pd.Series(own, counts.index).map({True: "of the paper", False: "beyond the paper"})
     whose = of_paper if paper in PAPERS else pd.Series("of the package", counts.index)
     return counts.groupby([whose.rename("claims"), "scale"], sort=False)[VERDICTS].sum()
+
+
+def measured_for(name: str, scale: str, claim: str) -> Measured:
+    """Returns what was measured for the only claim of an experiment that begins so."""
+    (check,) = (check for check in checked(name, folder_of(name, scale)) if check.claim.startswith(claim))
+    return check.measured
+
+
+def printed(number: Measured | float | str) -> str:
+    """Returns a number as pages write it, with its interval: .83 [.78, .88]. A text stays as it is."""
+    if isinstance(number, str):
+        return number
+    if isinstance(number, float):
+        return re.sub(r"\b0\.", ".", f"{number:.2f}")
+    return re.sub(r"\b0\.", ".", f"{number:.2f}".replace(" [no interval]", ""))
+
+
+def put(**numbers: Measured | float | str) -> None:
+    """Makes numbers known to the text of a page, which shows them by {glue:text}`name`."""
+    for name, number in numbers.items():
+        glue(name, printed(number), display=False)

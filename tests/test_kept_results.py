@@ -131,6 +131,19 @@ def test_seeds_of_a_table_of_means_are_those_of_its_arms(kept_results):
     assert kept_results.seeds_of(Table(frame.assign(seed=3), of_arms)) == [3]
 
 
+def test_numbers_of_a_page_are_those_that_were_measured(kept_results, monkeypatch):
+    half = kept_results.measured_for("icatune/stand-ins", "smollm2", "query side: with its aligners blind")
+    assert kept_results.printed(half) == ".56 [.47, .65]"
+    with pytest.raises(ValueError, match="unpack"):  # several claims begin so
+        kept_results.measured_for("icatune/stand-ins", "smollm2", "query side")
+    texts = {-0.5: "-.50", 10.25: "10.25", "mean": "mean", Measured(1.0, float("nan"), float("nan")): "1.00"}
+    assert {number: kept_results.printed(number) for number in texts} == texts
+    glued: dict[str, str] = {}
+    monkeypatch.setattr(kept_results, "glue", lambda name, text, **_: glued.update({name: text}))
+    kept_results.put(lost=half, method="EAP")
+    assert glued == {"lost": ".56 [.47, .65]", "method": "EAP"}
+
+
 def test_a_claim_without_a_cause_is_refused(kept_results, monkeypatch):
     monkeypatch.setattr(kept_results, "failing", lambda _: iter([("icatune/fig3", "cpu", "No such claim", "0")]))
     raised(LookupError, "0 causes for 'No such claim'", kept_results.why, "icatune")
