@@ -1,12 +1,14 @@
 """Which methods find copies of a head and its backups, and which take decoys for heads that matter? Trained circuits.
 
 Thresholds of the methods are chosen on `localizers/redundancy-tuning` and kept with its table; `localizers/redundancy`
-measures other models once, with those thresholds. The claims were written after a look at three models of the former.
+measures other models once, with those thresholds. The claims were written after a look at three models of the former,
+those on what EAP-IG and learned masks name after its table; all of them before any of the latter was measured.
 """
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +38,18 @@ from align_circuits.validation.redundant_circuits import RedundantCircuit, noise
 ENOUGH: Mapping[str, float] = {
     "accuracy": 0.95,
     "invariance": 0.95,
-    "interchange accuracy": 0.9,
+    "interchange accuracy": 0.7,
     "one copy": 0.9,
-    "interchange of one copy": 0.9,
+    "interchange of one copy": 0.7,
     "backup": 0.9,
-    "interchange of the backup": 0.9,
+    "interchange of the backup": 0.7,
     "attention of the decoy": 0.5,
 }
-"""What a model must reach, for each role that the measure is taken of, so that its heads count as known."""
+"""What a model must reach, for each role that the measure is taken of, so that its heads count as known.
+
+The three shares of changed answers were .9 until the ten models of the tuning were trained, of which three reached that
+and seven reach .7; then they were lowered, before any of the others was measured.
+"""
 
 SINGLE, COPY, PRIMARY, BACKUP, DECOY, OTHER = "single", "copy", "primary", "backup", "decoy", "other"
 
@@ -323,6 +329,19 @@ def _check(table: Table) -> list[Claim]:
             )
             for method in ("attention", "head detector", GROUPS)
         ),
+        *(
+            Claim(f"{method} names the {what} (share)").at_least(
+                0.9,
+                by_model(table, method, "named", of),
+                by_model(table, single, "named", of),
+                "interventions on one head",
+            )
+            for method in ("EAP-IG", "learned masks")
+            for of, what in ((COPY, "copies"), (BACKUP, "backups"))
+        ),
+        Claim("EAP-IG ranks heads worse in planted circuits than in trained ones (AUROC, difference)").at_most(
+            -0.05, home_minus(auroc("EAP-IG"), "EAP-IG"), home_minus(auroc(GROUPS), GROUPS), GROUPS
+        ),
         Claim(
             "localize with redundant heads ranks heads better than the best other method (AUROC, difference)"
         ).at_least(0.0, auroc(GROUPS) - auroc(others), auroc(others) - auroc(GROUPS), "the difference turned round"),
@@ -337,6 +356,7 @@ def home_minus(trained: Float[ndarray, " model"], method: str) -> Measured:
     return Measured(value, value - float(below), value + float(above))
 
 
+@cache
 def home_auroc(method: str) -> Measured:
     """Returns the mean AUROC over roles in held-out planted circuits, whose roles are defined by attention."""
     return value_of(Table.load(HOME), trait="circuits", at="all", metric="auroc", role="all", method=method)

@@ -143,22 +143,26 @@ def table_of(ours=1.0, single=0.0, decoys=0.0, of_attention=1.0, pruned=0.5, aur
     return Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1), Provenance("test"))
 
 
-def verdicts(table, word):
-    return {check.verdict for check in REDUNDANCY.check(table) if word in check.claim}
-
-
 def test_claims_hold_where_all_is_as_claimed_and_fail_where_it_is_not():
-    assert verdicts(table_of(), "names more of") == {"holds"}
-    assert verdicts(table_of(ours=0.1), "localize with redundant heads names more of") == {"fails"}
-    assert verdicts(table_of(pruned=0.0), "pruning names more of") == {"fails"}
-    assert verdicts(table_of(), "promises") == verdicts(table_of(), "names decoys") == {"holds"}
-    assert verdicts(table_of(decoys=0.5), "promises") == {"fails"}
-    assert verdicts(table_of(of_attention=0.1), "Attention names decoys") == {"fails"}
-    assert verdicts(table_of(), "the best other method") == {"holds"}
-    assert verdicts(table_of(auroc=0.99), "the best other method") == {"fails"}
-    assert verdicts(table_of(), "attention ranks heads better") == {"holds"}
-    assert verdicts(table_of(single=1.0), "the backups (share)") == {"no evidence"}
-    assert len(REDUNDANCY.check(table_of())) == 14
+    def verdicts(word, **given):
+        return {check.verdict for check in REDUNDANCY.check(table_of(**given)) if word in check.claim}
+
+    checks = REDUNDANCY.check(table_of())
+    assert len(checks) == 19
+
+    def told(word):
+        return {check.verdict for check in checks if word in check.claim}
+
+    for word in ("names more of", "promises", "names decoys", "the best other method", "attention ranks heads better"):
+        assert told(word) == {"holds"}
+    assert told("learned masks names the") == told("EAP-IG names the") == {"fails"}
+    assert verdicts("localize with redundant heads names more of", ours=0.1) == {"fails"}
+    assert verdicts("learned masks names the", pruned=1.0) == {"holds"}
+    assert verdicts("pruning names more of", pruned=0.0) == {"fails"}
+    assert verdicts("promises", decoys=0.5) == {"fails"}
+    assert verdicts("Attention names decoys", of_attention=0.1) == {"fails"}
+    assert verdicts("the best other method", auroc=0.99) == {"fails"}
+    assert verdicts("redundant heads names the backups", single=1.0) == {"no evidence"}
 
 
 def test_thresholds_of_another_table_are_used(monkeypatch):
