@@ -2,7 +2,8 @@
 
 Thresholds of the methods are chosen on `localizers/redundancy-tuning` and kept with its table; `localizers/redundancy`
 measures other models once, with those thresholds. The claims were written after a look at three models of the former,
-those on what EAP-IG and learned masks name after its table; all of them before any of the latter was measured.
+those on EAP-IG, on what learned masks name and on roles other than previous after its table; all of them before any of
+the latter was measured.
 """
 
 import time
@@ -267,6 +268,16 @@ def by_model(table: Table, method: str, metric: str, of: str = "all", role: str 
     return rows.groupby("seed")["value"].mean().reindex(models).to_numpy(float)
 
 
+def named_but_previous(table: Table, method: str, of: str) -> Float[ndarray, " model"]:
+    """Returns the share of a class of heads that is named, in roles other than `previous`; models without are left out.
+
+    In trained circuits the previous-token head attends to the token before only in part (`localizers/trained`).
+    """
+    values = [by_model(table, method, "named", of, role) for role in CIRCUIT_ROLES if role != "previous"]
+    wide = np.stack(values)
+    return np.nanmean(wide[:, ~np.isnan(wide).all(0)], axis=0)
+
+
 def best_of(table: Table, methods: Sequence[str]) -> str:
     """Returns the method with the highest F1 on the models on which thresholds were chosen."""
     f1: Any = table.where(metric="f1").frame
@@ -304,6 +315,12 @@ def _check(table: Table) -> list[Claim]:
             by_model(table, GROUPS, "named", BACKUP),
             by_model(table, "localize", "named", BACKUP),
             "localize alone",
+        ),
+        *(
+            Claim(f"Of roles other than previous, localize with redundant heads names the {what} (share)").at_least(
+                0.9, named_but_previous(table, GROUPS, of), named_but_previous(table, "localize", of), "localize alone"
+            )
+            for of, what in ((COPY, "copies"), (BACKUP, "backups"))
         ),
         Claim("Interventions on one head name the heads that are alone in their role (share)").at_least(
             0.9, by_model(table, single, "named", SINGLE), by_model(table, single, "named", BACKUP), "the backups"

@@ -133,6 +133,10 @@ def table_of(ours=1.0, single=0.0, decoys=0.0, of_attention=1.0, pruned=0.5, aur
             false = of_attention if method == "attention" else decoys
             about = {"method": method, "seed": seed, "role": "all"}
             rows += [about | {"metric": "named", "of": of, "value": share} for of, share in named.items()]
+            rows += [
+                about | {"metric": "named", "of": of, "value": redundant, "role": "lookup" if seed else "previous"}
+                for of in (COPY, BACKUP)
+            ]
             rows += [about | {"metric": "false_discoveries", "of": "all", "value": false}]
             rows += [about | {"metric": "precision", "of": "all", "value": 1.0}]
             area = auroc if method != GROUPS else 0.95
@@ -148,13 +152,15 @@ def test_claims_hold_where_all_is_as_claimed_and_fail_where_it_is_not():
         return {check.verdict for check in REDUNDANCY.check(table_of(**given)) if word in check.claim}
 
     checks = REDUNDANCY.check(table_of())
-    assert len(checks) == 19
+    assert len(checks) == 21
 
     def told(word):
         return {check.verdict for check in checks if word in check.claim}
 
     for word in ("names more of", "promises", "names decoys", "the best other method", "attention ranks heads better"):
         assert told(word) == {"holds"}
+    (copies,) = (check for check in checks if "previous" in check.claim and "copies" in check.claim)
+    assert copies.verdict == "holds" and len(copies.measured.seeds) == len(SEEDS) - 1, "the first has none such"
     assert told("learned masks names the") == told("EAP-IG names the") == {"fails"}
     assert verdicts("localize with redundant heads names more of", ours=0.1) == {"fails"}
     assert verdicts("learned masks names the", pruned=1.0) == {"holds"}
