@@ -137,6 +137,7 @@ class HasDecoder(Protocol):
 def why_no_decoder(model: HookedModel) -> str | None:
     """Returns why a model's parts cannot be run without its hooks, or None where they can."""
     if isinstance(model, HasDecoder):
+        # First, since `why_not_fast` refuses all that is no bridge.
         return model.why_no_decoder()
     if reason := why_not_fast(model):
         return reason
@@ -193,6 +194,8 @@ class _BridgeDecoder:
         edits: Mapping[Site, Change],
     ) -> Tensor:
         block = self.bridge.blocks[layer]
+        # Not as None: GPT-2's attention, which has learned positions, would hand the argument on to the attention
+        # function.
         options = {} if rotation is None else {"position_embeddings": rotation}
         with self._edited(layer, edits):
             return unhooked.attend(block, unhooked.norm(block.ln1, residual), attention_function=attention, **options)
@@ -226,6 +229,7 @@ class _BridgeDecoder:
     def _edited(self, layer: int, edits: Mapping[Site, Change]) -> Iterator[None]:
         """Edits what exists only inside a layer of Hugging Face's, where nothing but a hook reaches it."""
         hooks = [(name_of(site, layer), partial(_fired, change)) for site, change in edits.items()]
+        # A bridge lists all its hook points even where no hook is to be attached, and this runs in every layer.
         with self.bridge.hooks(fwd_hooks=hooks) if hooks else nullcontext():
             yield
 

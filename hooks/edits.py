@@ -157,6 +157,7 @@ def _of_the_stream(change: Change) -> tuple[Change, Change]:
 
     def read(stream: Tensor) -> Tensor | None:
         new = change(stream)
+        # Replaced, not appended: a run that was stopped before the second hook has left one behind.
         differences[:] = [] if new is None else [new - stream]
         return new
 
@@ -171,6 +172,7 @@ def _settings(edit: Edit) -> dict[str, str]:
     settings = {}
     for setting in fields(edit):
         value = getattr(edit, setting.name)
+        # By identity, since a comparison with a tensor gives a tensor; by value what compares to one truth value.
         empty = isinstance(value, Sequence | Mapping) and not len(value)
         if (
             not empty
@@ -225,6 +227,7 @@ def _digest(value: Tensor | Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name, tensor in [("", value)] if isinstance(value, Tensor) else sorted(value.items()):
         sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        # As bytes, since numpy has no bfloat16.
         sha.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
@@ -362,6 +365,7 @@ class _AtSite(Edit):
         mask = self._mask(context)
         if mask is None:
             return 0
+        # Asked here too: replay calls this before any activation is there to be checked.
         if mask.shape != context.prompts.mask.shape:
             raise ValueError(
                 f"positions: the edit holds {len(mask)} prompts of {mask.shape[-1]} tokens, but "
@@ -388,6 +392,7 @@ class _AtSite(Edit):
         new = self._within(name, values, self.replacement(old).to(values).expand_as(values))
         if mask is not None:
             edited = old.of_tokens(mask)
+            # Behind its tokens an activation has heads and columns, a pattern heads before and keys behind its queries.
             edited = edited.reshape(*edited.shape, *[1] * (values.ndim - 2))
             new = torch.where(edited.transpose(1, 2) if dim == 1 else edited, new, values)
         # Out of place: the activation may be in a cache or in the graph of gradients, which must keep the unedited one.
@@ -543,7 +548,8 @@ class Ablate(_AtSite):
             zero = old.values.new_zeros(())
             if not old.name.endswith("hook_attn_scores"):
                 return zero
-            # Scores of later tokens and of padding are masked: 0 would let a head attend to them.
+            # Scores of later tokens and of padding are masked, and 0 would let a head attend to them. They are -inf in
+            # TransformerLens; transformers adds the dtype's minimum, to scores of either sign.
             return old.values.where(old.values <= torch.finfo(old.values.dtype).min / 2, zero)
         if self.how not in ("mean", "resample"):
             raise ValueError(f"how={self.how!r}: choose 'zero', 'mean' or 'resample'")

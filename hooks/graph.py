@@ -138,6 +138,7 @@ class Graph:
             KeyError: No receiver of that name.
         """
         hint = ""
+        # Where heads share keys L2H3.k is no receiver, but L2KV1.k: the hint tells which belong to the head.
         if match := re.match(r"L(\d+)H(\d+)", name):
             layer, head = int(match[1]), int(match[2])
             in_layer = [
@@ -165,6 +166,7 @@ class Graph:
             if not self.edges[index]:
                 raise ValueError(f"no edge from {sender} to {receiver}: {receiver} reads before {sender} has written")
             mask[index] = True
+        # Only now: the edges may come from an iterator, which has no length.
         if not mask.any():
             raise ValueError("no edges: name at least one, as a pair of sender and receiver")
         return mask

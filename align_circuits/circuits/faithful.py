@@ -295,8 +295,8 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
 
 def _area(table: Table, height: Callable[[ndarray], ndarray]) -> float:
     """The area under a function of faithfulness over the share of edges."""
-    frame: Any = table.where(circuit="edges", metric="faithfulness").frame.sort_values("edges")
-    frame = frame[frame["fraction"] > 0].drop_duplicates("edges")
+    frame = table.where(circuit="edges", metric="faithfulness").frame.sort_values("edges")
+    frame = frame.loc[frame["fraction"] > 0].drop_duplicates("edges")
     return float(trapezoid(height(frame["value"].to_numpy(dtype=float)), frame["fraction"].to_numpy(dtype=float)))
 
 

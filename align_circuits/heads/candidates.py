@@ -149,6 +149,7 @@ def position_notes(prompts: Prompts, roles: Sequence[str], unranked: Sequence[st
         roles: Names of their relations.
         unranked: Relations of which another note already says that the order of their candidates is fixed.
     """
+    # Aligners are tested on the control, which has another order, and `previous` is a position by definition.
     by_content = [role for role in roles if role not in (*ALIGNERS, "previous")]
     by_position = [role for role in by_content if not redraws_tokens(prompts, role)]
     notes = []

@@ -31,10 +31,12 @@ def controls_of(
     """
     if not others:
         return {"layers": [], "scores": []}
+    # A generator for each kind, so that the sets of one stay the same however many tries the other needs.
     by_layer, by_score = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     last_layer = len(next(iter(scores.values()))) - 1
     return {
         "layers": _distinct(lambda width: layer_matched(heads, others, by_layer, width), draws, last_layer),
+        # Up to four calipers, which is 1: scores lie in [0, 1], so any head with a score is alike then.
         "scores": _distinct(lambda width: score_matched(heads, others, scores, by_score, CALIPER * 2**width), draws, 2),
     }
 
@@ -100,6 +102,7 @@ def measured_beside(
         as_well = complete & as_extreme(claim, right[:, decides].mean(1), value)
         alike = kind_of == kind_of[draw]
         if as_well[draw] and (1 + as_well[alike].sum()) / (1 + alike.sum()) > alpha:
+            # What has not fallen short yet might still do as well, so it counts as unknown, not by its first batches.
             right[~complete & _may_do_as_well(claim, value, right[:, decides])] = np.nan
             break
     return right
@@ -132,6 +135,7 @@ def score_matched(
     """
 
     def alike(head: Head, left: Sequence[Head]) -> list[Head]:
+        # A NaN that comes first would win any comparison of `max`, since nothing is greater than it.
         of_role = max(scores.values(), key=lambda grid: np.nan_to_num(grid[head], nan=-np.inf))
         close = [other for other in left if abs(of_role[other] - of_role[head]) <= caliper]
         return close or [other for other in left if other[0] == head[0]]

@@ -97,6 +97,7 @@ def patch_heads(
                 of_heads = [(layer, head) for head in together if head is not None]
                 for name, mask in masks.items():
                     keys.extend((site, layer, head, name) for head in together)
+                    # Heads that share a key head have a row each, but one patch, which runs once.
                     patch_of += [len(patches)] * len(together)
                     patches.append(Patch(of_heads, site, layers=[] if of_heads else [layer], positions=mask))
     frame = pd.DataFrame(keys, columns=["site", "layer", "head", "positions"])
@@ -160,6 +161,7 @@ def patch_sites(
         keys += [(site, layer, name) for name in masks]
         patches += [Patch(**fields, **columns, positions=mask) for mask in masks.values()]
     frame = pd.DataFrame(keys, columns=["site", "layer", "position"])
+    # Of a patch at any hook point, since the record of one at a site would name the site, which is a key column.
     record = edits_provenance([Patch(hook="", **columns)])["edits"][0]
     names = {"neurons": "neurons", "direction": "direction_digest"}  # the pair's "direction" says which way it patches
     settings = {name: record[field] for field, name in names.items() if field in record}
@@ -183,7 +185,9 @@ def _patching_table(
     """
     metrics = BOTH if pair.metric is None else (pair.metric,)
     targets = TargetMetrics.of(pair.base, metrics, pair.kind or "all")
+    # From the clean prompts in both directions: "kl" tells how far a run is from the one that answers.
     targets = targets.with_reference(model, pair.clean, options=options)
+    # Where the pair names a kind, the targets are all of it already.
     kinds = by_kind(pair.base) if pair.kind is None else {pair.kind: np.full(len(targets.token), True)}
     settings = {**settings, "metric": targets.names, "kind": list(kinds)}
     settings |= {} if screen is None else {"screen": screen}

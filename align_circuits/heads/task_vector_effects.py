@@ -35,6 +35,7 @@ def representations(
         options: Engine and batch size.
     """
     captured = capture(model, prompts, names, options=options)
+    # Prompts are padded on the left, so that the last column is the last token of each.
     return {name: values[:, -1].flatten(1) for name, values in captured.items()}
 
 
@@ -73,6 +74,7 @@ def replaced(
     n, length = prompts.mask.shape
     values = torch.zeros(n, length, *vector.shape[-2:], dtype=vector.dtype)
     values[:, -1] = vector
+    # Without positions the patch would also write the zeros of the other columns.
     positions = torch.zeros(n, length, dtype=torch.bool)
     positions[:, -1] = True
     heads = [(layer, head) for head in range(vector.shape[-2])]
@@ -127,6 +129,7 @@ def steer(
         logits, engine = _last_logits(model, prompts, edits, options)
         for name, tokens in answers.items():
             of_answer = logits.gather(1, tokens[:, None])
+            # The answer's own logit is among the ties.
             rank = (logits > of_answer).sum(1) + 0.5 * ((logits == of_answer).sum(1) - 1)
             measured = {"rank": rank.double(), "log_prob": (of_answer[:, 0] - logits.logsumexp(1)).double()}
             keys += [{"beta": beta, "answer": name, "metric": metric} for metric in measured]
@@ -145,6 +148,7 @@ def _last_logits(
     logits_of: dict[int, Tensor] = {}
 
     def keep(rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
+        # By row: where memory runs out, `forward` gives the same rows again in smaller batches.
         logits_of.update(zip(rows.tolist(), logits.cpu(), strict=True))
 
     n, length = prompts.mask.shape

@@ -75,6 +75,7 @@ class Verdict:
     @property
     def holds(self) -> bool:
         """Whether the effect is large enough, and larger than that of both kinds of control sets."""
+        # The larger of two p-values needs no correction: both kinds must do worse (intersection-union, Berger, 1982).
         return self.large and bool(self.controls) and max(self.p.values()) <= self.alpha
 
     @property
@@ -133,11 +134,13 @@ def is_large(claim: Claim, intact: float, value: float, least: float) -> bool:
     """Returns whether a necessary set costs enough accuracy, or a sufficient one keeps enough."""
     if claim == "necessary":
         return bool(intact - value >= least - ROUNDING)
+    # Of an intact accuracy of 0 any set keeps the share that is asked for.
     return bool(value >= least * intact - ROUNDING and value > 0)
 
 
 def as_extreme(claim: Claim, controls: Float[ndarray, " draw"], value: Any) -> Bool[ndarray, " draw"]:
     """Returns which control sets cost as much accuracy as the tested set, or keep as much."""
+    # Ties count as extreme, as a permutation p-value needs.
     return (1 if claim == "necessary" else -1) * (controls - value) <= ROUNDING
 
 
@@ -145,6 +148,7 @@ def verdict_of(
     claim: Claim, heads: Sequence[Head], accuracies: Table, total: int, thresholds: Thresholds, **about: Any
 ) -> Verdict:
     """Returns the verdict on a set of heads, from the rows of `Evidence.set_ablations` of the targets that decide."""
+    # Through `iter`: `dict` takes whatever has `keys` for a mapping, and those of a pandas group are no method.
     by_name = dict(iter(accuracies.frame.groupby("ablated")))
     prefix, name = ("", "named") if claim == "necessary" else ("rest of ", "rest")
     tested = by_name.get(name, by_name["nothing"]).iloc[0]  # all heads were named: there is no rest

@@ -86,6 +86,7 @@ def head_detector(model: HookedModel, pair: Pair) -> dict[str, Grid]:
                 compute_head_attention_similarity_score(
                     cached[names[layer]][row, head],
                     pattern[row],
+                    # The relation says which tokens count, and its keys may be the first token or the query itself.
                     exclude_bos=False,
                     exclude_current_token=False,
                     error_measure="mul",
@@ -198,6 +199,7 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
 def localized(redundant: bool, model: HookedModel, pair: Pair) -> dict[str, Grid]:
     """Scores heads by `localize`: those that it names first, or with redundant ones; then by score and p-value."""
     roles = _roles(pair)
+    # Without control sets, which cost runs and tell of sets of heads, not of which head comes first.
     result = localize(model, pair.clean, corrupted=pair.corrupted, roles=roles, n_controls=0, redundant=redundant)
     return {role: _ranked(result, role, result.redundant_heads(role)) for role in result.heads_by_role}
 

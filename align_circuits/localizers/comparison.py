@@ -78,16 +78,18 @@ def head_faithfulness(
         ValueError: The corrupted prompts change no prediction.
     """
     heads = heads_of(model.cfg)
+    # One head at least, or the smallest circuits of a small model would be empty, as the first is.
     counts = [0, *(max(1, round(fraction * len(heads))) for fraction in fractions), len(heads)]
     edit_sets: list[list[Patch]] = []
     for grid in grids.values():
         order = sorted(heads, key=lambda head, grid=grid: (-grid[head], -head[0], head[1]))
         for count in counts:
+            # An edit of no heads is refused, so the whole model runs without one.
             edit_sets.append([Patch(order[count:], site="z")] if count < len(heads) else [])
     targets = TargetMetrics.of(pair.clean, ("log_prob",))
     values = targets.measure_edited(model, edit_sets, source=pair.corrupted)[0][0].mean(1).reshape(len(grids), -1)
     none, whole = values[:, :1], values[:, -1:]
-    if not np.abs(whole - none).min() > 0:
+    if not np.abs(whole - none).min() > 0:  # nor NaN, which `<= 0` would let pass
         raise ValueError("the corrupted prompts change no prediction of the model: take another corruption")
     kept, share = (values - none) / (whole - none), np.array(counts) / len(heads)
     return {

@@ -72,20 +72,22 @@ def _names(own: Mapping[str, Any], group: str) -> list[str]:
 
 def _method(name: str, own: Mapping[str, Any], group: str) -> Any:
     if name in own:
+        # A package cannot replace a method of ours, whose numbers are published under its name.
         return own[name]
     entries = list(entry_points(group=group, name=name))
     if not entries:
         known = _names(own, group)
         raise ValueError(f"no method {name!r}: {did_you_mean(name, known)}choose among {', '.join(map(repr, known))}")
     try:
-        return next(iter(entries)).load()
-    except Exception as error:
-        raise ValueError(f"the method {name!r} ({next(iter(entries)).value}) cannot be loaded: {error}") from error
+        return entries[0].load()
+    except Exception as error:  # whatever an import raises
+        raise ValueError(f"the method {name!r} ({entries[0].value}) cannot be loaded: {error}") from error
 
 
 def _of_a_file(name: str) -> Any:
     """The function that a name leads to, which takes a model and a pair."""
     module, found = load_own("--methods", name)
+    # A class can be called too, but makes an object and no scores.
     if callable(found) and not isinstance(found, type):
         return found
     functions = names_in(module, lambda value: isinstance(value, FunctionType))
@@ -133,6 +135,7 @@ def scores_by_role(name: str, scores: Any, model: HookedModel, roles: Sequence[s
             grid = np.asarray(given, dtype=float)
         except (TypeError, ValueError) as error:
             raise ValueError(f"the method {name!r} returned {described(given)} for {role!r}: {wanted}") from error
+        # Infinite scores may stand, since heads are ranked; NaN has no rank.
         if grid.shape != shape or np.isnan(grid).any():
             what = f"an array of shape {grid.shape}" if grid.shape != shape else "scores with NaN"
             raise ValueError(f"the method {name!r} returned {what} for {role!r}: {wanted}")

@@ -221,6 +221,7 @@ class Prompts:
         lines: dict[int, list[Mark]] = {}
         first = 0 if examples is None else int(prompt.example.max()) - examples + 1
         for pos, text in enumerate(prompt.texts_at(0)):
+            # Tokens outside all examples, such as BOS, have the example -1: they stand in the first line.
             if prompt.mask[0, pos] and (line := max(0, int(prompt.example[0, pos]))) >= first:
                 lines.setdefault(line, []).append(Mark(text, group.get(pos), pos in framed, differs=differs[pos]))
         return draw_tokens(list(lines.values()))
@@ -410,6 +411,7 @@ class Prompts:
             columns = self.columns_of(keep)[self.column("prompt")]
             chosen = (self.column("query_pos") == columns).numpy()
         else:
+            # A copy, since the caller's function may write into it.
             chosen = np.asarray(keep(self.targets.copy()) if callable(keep) else keep)
         if chosen.shape != (len(self.targets),) or chosen.dtype != bool:
             raise ValueError(
@@ -503,6 +505,7 @@ class Prompts:
         if largest >= MOST_IDS:
             raise ValueError(f"a token id is {largest:,}, which is in no vocabulary: give ids below {MOST_IDS:,}")
         length = max(map(len, rows))
+        # Padding is id 0, which every vocabulary has: the mask hides it.
         inputs = torch.tensor([[0] * (length - len(row)) + row for row in rows])
         mask = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
         predicts = mask[:, 1:] & mask[:, :-1]
@@ -597,6 +600,7 @@ class Prompts:
         if groups is not None and pd.isna(pd.Series(list(groups))).any():
             raise ValueError("groups: a text has none (None or NaN); give one for each, a name of its own if unrelated")
         named = {name: start + torch.tensor([text.places[name] for text in tokenized]) for name in tokenized[0].places}
+        # A Series keeps 1 and "1" apart, of which numpy would make one text.
         group = None if groups is None else torch.from_numpy(pd.factorize(pd.Series(list(groups)))[0])
         return replace(prompts, positions=named, group=group)
 
@@ -659,6 +663,7 @@ class Prompts:
                 "one, token for token, where no patch changes anything: change what the answer depends on, or leave "
                 "them out"
             )
+        # Before any id is written: the corrupted ones take the columns of the clean ones.
         for name, (text, _, ids) in zip(names, pairs, strict=True):
             check_aligned(name, text, ids, tokenizer)
         prompts = cls._of_texts(tokenized, tokenizer, groups)
@@ -676,6 +681,7 @@ class Prompts:
             own_token, token = torch.tensor(tokens), prompts.column("token")
             answer_tokens = torch.cat([token, own_token[own_token != IGNORE]]).unique()
             strings |= text_of(tokenizer, answer_tokens)
+            # Of the clean prompts too: both halves share the answers that the columns of `correct` stand for.
             prompts = replace(prompts, answer_tokens=answer_tokens, correct=token[:, None] == answer_tokens)
             own_correct = own_token[:, None] == answer_tokens
         task = {**prompts.task, "corrupted": {"kind": "own"}}
@@ -712,6 +718,7 @@ class Prompts:
                 partners = tokenize(partner_texts, tokenizer, own_answer, None, None, _corrupted(names))
                 clean, corrupted = cls._of_pairs(tokenized, partners, tokenizer, group, names)
             relations: dict[str, Relation] = {}
+            # The first line names them all: `read_jsonl` refuses lines with other relations.
             for name in columns.get("relations", [{}])[0]:
                 of_lines = [line[name] for line in columns["relations"]]
                 pairs = [(prompt, line["query"], line["keys"]) for prompt, line in enumerate(of_lines)]
@@ -733,6 +740,7 @@ class Prompts:
         for column in self.targets.columns:
             if column != "kind":
                 tensors[f"targets.{column}"] = self.column(column)
+        # A safetensors file holds no texts, so these go into its header.
         kinds = self.targets["kind"].astype("category")
         tensors["targets.kind"] = torch.from_numpy(kinds.cat.codes.to_numpy(dtype=np.int64))
         for name, relation in self.relations.items():

@@ -170,7 +170,7 @@ def emergence_step(
     steps_by_run: list[dict[tuple, float]] = []
     for table in tables:
         selected = table.where(metric=metric, **keys)
-        heads: Any = selected.heads().frame
+        heads = selected.heads().frame
         frame: Any = best_head(heads, sustained) if best and len(heads) else selected.frame
         steps_by_run.append(
             {

@@ -132,8 +132,6 @@ class Table:
     def __repr__(self) -> str:
         return "\n".join([self._shown.to_string(max_rows=20, float_format="{:.3f}".format), *self._footnotes])
 
-    __str__ = __repr__
-
     def _repr_html_(self) -> str:
         rows = self._shown.to_html(max_rows=20, float_format="{:.3f}".format)
         return rows + "".join(f"<div>{html.escape(line)}</div>" for line in self._footnotes)
@@ -150,6 +148,7 @@ class Table:
         of_targets = [key for key in ("kind", "offset") if key in self.keys]
         if not of_targets or not (whole := self._of_all).any():
             return self.frame
+        # As texts, since a missing key equals nothing, not even another missing one.
         measured = self.frame[[*(key for key in self.keys if key not in of_targets), "n"]].astype(str)
         rows = pd.Series(list(measured.itertuples(index=False, name=None)))
         return self._rows(np.flatnonzero(whole | ~rows.isin(rows[whole]).to_numpy())).frame
@@ -179,7 +178,7 @@ class Table:
         """The baselines of the metrics and kinds that are in the table."""
         assert self.baselines is not None
         keys = [key for key in ("kind", "metric") if key in self.keys and key in self.baselines.keys]
-        frame: Any = self.baselines.frame
+        frame = self.baselines.frame
         in_table: Any = self.frame[keys]
         return self.baselines._rows(np.flatnonzero(frame[keys].isin(in_table.to_dict("list")).all(axis=1)))
 
@@ -237,7 +236,7 @@ class Table:
             if self.provenance.verb in _LEVELS:
                 above = above - runs.values[of_run[baselines.CORRUPTED, *key]]
             elif "noise" in _directions(self):
-                # (patched - clean) + (clean - corrupted) = patched - corrupted.
+                # (patched - clean) + (clean - corrupted) = patched - corrupted, which effects of denoising are already.
                 above = above + gap
             if baselines.is_apart(runs.frame.iloc[gap_row]):
                 value[rows], low[rows], high[rows] = stats.ratio(above, gap, runs.weights[gap_row])
@@ -401,6 +400,7 @@ class Table:
         seed = pd.factorize(frame["seed"], sort=True)[0]
         values = np.full((len(set(group)), len(set(seed))), np.nan)
         values[group, seed] = frame["value"].to_numpy(float, na_value=np.nan)
+        # One by one, since a column that holds both numbers and truth values is of type object.
         number = frame["value"].notna() & ~frame["value"].map(lambda value: isinstance(value, bool | np.bool_))
         numbers = np.zeros(len(values), dtype=bool)
         numbers[group[number]] = True
@@ -470,8 +470,8 @@ class Table:
         if not (others := [key for key in self.keys if key not in keys]):
             return self
         table = self.of_all_targets()
-        frame: Any = table.frame
-        if several := [key for key in others if frame[key].nunique(dropna=False) > 1]:
+        frame = table.frame
+        if several := [key for key in others if len(frame[key].unique()) > 1]:
             raise ValueError(
                 f"only the table of {self.provenance.verb!r} has {' and '.join(several)}, which tells its rows apart: "
                 f"choose one value with .where({several[0]}={frame[several[0]].iloc[0]!r}) first"
@@ -554,6 +554,7 @@ class Table:
             ImportError: pyarrow is not installed.
         """
         _needs("pyarrow", "to_parquet")
+        # A copy: the provenance goes into this file, not into the table's own frame.
         frame = self.frame.copy()
         frame.attrs = {"provenance": asdict(self.provenance)}
         with replacing(path) as temporary:
@@ -631,6 +632,7 @@ class Table:
                 as_texts = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=[""])
                 frame = frame.assign(**{name: as_texts[name].astype(object) for name in texts})
             table = cls(frame, provenance)
+            # Only to find out here, where the error can name the file, whether they are numbers.
             table.frame[list(VALUES)].astype(float)
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"{str(path)!r} is no table ({error}): give what Table.save wrote") from error
@@ -643,6 +645,7 @@ class Table:
             values, weights = (kept[name].astype(np.float64) for name in ("values", "weights"))
             if values.ndim != 2:
                 raise ValueError(f"shape {values.shape}")
+            # One row may stand for all (`save`). Copied, since a broadcast array cannot be written to.
             weights = np.broadcast_to(weights, values.shape).copy()
         except (SafetensorError, KeyError, ValueError) as error:
             raise ValueError(
@@ -676,8 +679,8 @@ class Table:
         Raises:
             ValueError: They are.
         """
-        frame: Any = self.frame
-        if "estimated" in frame and frame["estimated"].nunique(dropna=False) > 1:
+        frame = self.frame
+        if "estimated" in frame and len(frame["estimated"].unique()) > 1:
             raise ValueError(
                 "measured effects and estimates, which are not to be mixed: choose with .where(estimated=False) first"
             )
@@ -688,9 +691,9 @@ class Table:
         Raises:
             ValueError: It has several; which keys tell them apart.
         """
-        frame: Any = self.frame
+        frame = self.frame
         if frame.duplicated(list(part_keys)).any():
-            several = [key for key in self.keys if frame[key].nunique(dropna=False) > 1]
+            several = [key for key in self.keys if len(frame[key].unique()) > 1]
             free_keys = [key for key in several if key not in ("level", *part_keys)]
             level = next(level for level, keys in _PLACES.items() if keys == part_keys[: len(keys)])
             one_part = f"an {level}" if level == "edge" else f"a {level}"
@@ -724,7 +727,7 @@ def _same_data(one: Table, other: Table) -> bool:
 
 def _measured_shares(table: Table) -> Bool[ndarray, " row"]:
     """Which rows are shares, or changes of them, that were measured and not estimated by gradients."""
-    frame: Any = table.frame
+    frame = table.frame
     if "metric" not in frame or table.provenance.verb in _ESTIMATES:
         return np.zeros(len(table), dtype=bool)
     shares = frame["metric"].isin(SHARES)
@@ -761,6 +764,7 @@ def _needs(package: str, method: str) -> Any:
 
 def _narrow(numbers: Float[ndarray, "row prompt"]) -> Float[ndarray, "row prompt"]:
     """Returns the same numbers in 4 bytes each where these hold them exactly, else in 8."""
+    # What float32 cannot hold becomes infinite, and then is not equal.
     with np.errstate(over="ignore"):
         single = numbers.astype(np.float32)
     return np.ascontiguousarray(single if np.array_equal(single, numbers, equal_nan=True) else numbers)

@@ -277,6 +277,8 @@ class Seq2SeqTask(TranslationTask):
         symbols, automata = shared or self._world(rng, n)
         order = sample_orders(rng, n, count, m)
         if self.ood:
+            # Drawn from a generator of its own, over the order of the grammar: the examples are those of the same task
+            # in distribution.
             order[:, -1:] = sample_uniform_orders(rng, n, 1, m)
         symbol = order[:, :, aligned]
         phrases, states = automata.walk(symbol, rng.uniform("letters", n, count, m, self.phrase_len))

@@ -64,6 +64,7 @@ class Task(ABC):
 
         The partners come from `corrupt`, if the task defines it, and from `exchanged` otherwise.
         """
+        # Not by catching NotImplementedError, which would also hide one that a user's `corrupt` raises by mistake.
         if type(self).corrupt is Task.corrupt:
             return exchanged(prompts)
         corrupted = self.corrupt(prompts, seed=seed)
@@ -130,6 +131,7 @@ def exchanged(prompts: Prompts) -> tuple[Prompts, Prompts]:
     for rows in (torch.nonzero(length == value)[:, 0] for value in length.unique()):
         if len(rows) > 1:
             clean += rows.tolist()
+            # By a roll and not at random, so that no prompt is its own partner.
             partner += rows.roll(1).tolist()
     if not clean:
         raise ValueError(
@@ -138,4 +140,5 @@ def exchanged(prompts: Prompts) -> tuple[Prompts, Prompts]:
         )
     kept = prompts[clean]
     same = {name: getattr(kept, name) for name in ("targets", "correct", "relations", "positions", "group")}
+    # A row of `own_correct` would belong to a target of the partner, which has the targets of the first now.
     return kept, replace(prompts[partner], own_correct=None, **same)

@@ -260,9 +260,8 @@ def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Writes a model as bf16 safetensors with the bundled tokenizer; it is moved to the folder once it is complete."""
-    narrow: Any = copy.deepcopy(model)
-    # Half the bytes, since the bundled weights travel with the package.
-    narrow.to(torch.bfloat16)
+    # Half the bytes, since the bundled weights travel with the package; a copy, since training may go on.
+    narrow = copy.deepcopy(model).bfloat16()
     with replacing_in(folder) as new:
         narrow.save_pretrained(new)
         char_tokenizer().save_pretrained(new)
@@ -285,6 +284,7 @@ def measure(model: nn.Module, n: int, seed: int = 1) -> dict[str, float]:
         metrics |= {f"{name}_{kind}": value for kind, value in zip(accuracy["kind"], accuracy["value"], strict=True)}
         if name == "standard":
             metrics |= _best(score_heads(bridge, prompts, ["align_query"]), "align_query")
+    # The first four ids are special tokens.
     tokens = torch.randint(4, len(bridge.tokenizer), (n, 40), generator=torch.Generator().manual_seed(seed))
     repeated = Prompts.from_tokens(torch.cat([tokens, tokens], 1))
     scores = score_heads(bridge, repeated, ["induction", "previous"])
@@ -301,10 +301,12 @@ def _loss(model: Any, batch: tuple[Tensor, Tensor, Tensor], early_layers: int) -
     labels, weights, early_labels = (column[:, 1:] for column in batch)
     has_early = early_labels != PAD
     outputs = model.model(batch[0][:, :-1], use_cache=False, output_hidden_states=bool(has_early.any()))
+    # The 8 significant bits of bf16 are too few for a loss.
     logits = model.lm_head(outputs.last_hidden_state).float()
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     loss = (losses * weights.flatten()).sum()
     if outputs.hidden_states is not None:
+        # Hidden states begin with the embeddings, and transformers norms the last of them alone.
         logits = model.lm_head(model.model.norm(outputs.hidden_states[early_layers][has_early])).float()
         loss = loss + F.cross_entropy(logits, early_labels[has_early], reduction="sum")
     return loss / weights.sum()

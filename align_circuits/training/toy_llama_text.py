@@ -97,6 +97,7 @@ def echoes(sampler: DocumentSampler) -> Document:
     symbols = np.broadcast_to(names[order][..., None], (n, m, c))
     body = np.where(_echoed(rng, n, m, c, rng.uniform(*sampler.echoed)), symbols, sampler.phrases(order, c))
     ids, weight, _ = _lines(n, (BANG, 0), (names[order], 0), (COLON, SEPARATOR_WEIGHT), (body, 1))
+    # Before the letters stand the sign, the symbols and the colon; behind them the newline.
     early = np.pad(symbols.reshape(n, -1), [(0, 0), (m + 2, 1)], constant_values=PAD)
     return ids, weight, early.ravel()
 
@@ -115,6 +116,7 @@ def halves(sampler: DocumentSampler) -> Document:
     echoed, signed = _echoed(rng, n, m, c, 0.05), rng.random(n) < rng.uniform(0.1, 1)
     ids: list[Any] = []
     weights: list[Any] = []
+    # One by one, since lines with a sign and pre-aligned lines differ in length.
     for line in range(n):
         symbols = names[line, :, None]
         if signed[line]:

@@ -236,14 +236,14 @@ class TuneRun:
     def figures(self) -> dict[str, go.Figure]:
         """Accuracy, and the best head of each metric, by step, in and out of distribution."""
         metrics = {"accuracy", "history"} & set(self.table.frame["metric"])
-        model: Any = self.table.where(metric=metrics).frame
+        model = self.table.where(metric=metrics).frame
         model = model[model["kind"] != "all"]
-        heads: Any = self.table.heads().frame
+        heads = self.table.heads().frame
         best = heads.loc[heads.groupby(["step", "ood", "metric"])["value"].idxmax().dropna()]
         kind = np.where(model["metric"] == "accuracy", model["kind"], "history ceiling, " + model["kind"])
         figures = {}
         for name, frame in (("accuracy", model.assign(of=kind)), ("best heads", best.assign(of=best["metric"]))):
-            panels = {"in distribution": frame[~frame["ood"]], "out of distribution": frame[frame["ood"]]}
+            panels = {"in distribution": frame.loc[~frame["ood"]], "out of distribution": frame.loc[frame["ood"]]}
             panels = {title: panel for title, panel in panels.items() if len(panel)}
             figures[name] = plots.curves(panels, "step", "of", "step").update_xaxes(dtick=None)
             if name == "best heads":

@@ -88,6 +88,7 @@ class HandBuilt(HookedRootModule):
         self.W_U = _zeros(cfg, cfg.d_model, cfg.d_vocab)
         self.hook_embed = HookPoint()
         self.hook_pos_embed = HookPoint()
+        # TransformerLens's: names the hook points, so all must be there by now.
         self.setup()
 
     def forward(

@@ -209,6 +209,7 @@ def planted_circuit(
         replace(placement, spec=placement.spec.weakened(strength))
         for placement in _circuit_heads(task, stream, layers, n_layers, "backup" in decoys, copies, self_repair)
     ]
+    # All are made and then some chosen, so that leaving a decoy out leaves the random directions of the others.
     decoy_heads = _decoy_heads(task, stream, layers, n_layers, n_ctx, generator)
     decoy_heads += _other_decoy_heads(task, stream, layers, n_layers, seed)
     placements += [placement for placement in decoy_heads if placement.kind in decoys]
@@ -223,9 +224,11 @@ def planted_circuit(
     own_units = _units(task, stream, layers)
     if self_repair:
         own_units[layers[-1]].append(circuit_parts.sureness_units(stream))
+    # A copy: `model.units` is what the circuit uses, without what follows.
     units = defaultdict(list, {layer: [*groups] for layer, groups in own_units.items()})
     for layer in [layer for (layer, _), (kind, _) in heads.items() if kind == "diffuse"]:
         units[layer].append(circuit_parts.presence_units(stream))
+    # Not the generator of the places, so that noise moves no head.
     noise_generator = torch.Generator().manual_seed(seed)
     for head, (kind, spec) in heads.items():
         if positional_bias and kind not in _PLACED_BY_POSITION:
@@ -286,6 +289,7 @@ def planted_competitors(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
     for head, spec in specs.items():
         spec.write(model, *head)
     units = circuit_parts.function_vector_units(stream)
+    # From 0 on, since the circuit has no units in the lookup's layer (`_units`).
     units.write(model, layer_of["lookup"], 0)
     model.specs = MappingProxyType({**model.specs, **specs})
     model.units = MappingProxyType({**model.units, layer_of["lookup"]: [units]})
