@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from align_circuits.cli.effect_verb import IN_WORDS, EffectVerb
+from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb
 from align_circuits.cli.folders import Results
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.run.target_metrics import Metric

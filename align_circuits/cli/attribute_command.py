@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from align_circuits.circuits.head_attribution import HeadMethod, attribute_heads
-from align_circuits.cli.effect_verb import IN_WORDS, OF_TARGETS, EffectVerb, PairDirection
+from align_circuits.cli.effect_command_base import IN_WORDS, OF_TARGETS, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
 
 METHODS = {

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
+from align_circuits.cli.command_base import Verb, command_line
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import Verb, command_line
 from align_circuits.cli.workers import Workers
 from align_circuits.localizers.benchmarked_head_methods import METHODS
 from align_circuits.localizers.registry import is_own, localizer, method_names

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import tyro
 
+from align_circuits.cli.command_base import Verb
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import Verb
 from align_circuits.jobs.jobs import Progress, collect_rows, read_progress
 from align_circuits.jobs.sweeps import read_sweeps
 

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import tyro
 
+from align_circuits.cli.command_base import Verb
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import Verb
 from align_circuits.report.page import Section
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.ranking import End, best_end

@@ -16,9 +16,9 @@ import pandas as pd
 import tyro
 from markupsafe import Markup
 
+from align_circuits.cli.command_base import PromptVerb, Verb
 from align_circuits.cli.entry import PROGRAM, main, parse_verb
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb, Verb
 from align_circuits.cli.workers import Workers
 from align_circuits.jobs.files import inside, replacing
 from align_circuits.jobs.identity import told

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from align_circuits.cli.command_base import PromptVerb, accuracy_sections, distinct, interval
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb, accuracy_sections, distinct, interval
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import answers, evaluate
 from align_circuits.run.target_metrics import CHOICE_ACCURACY, Metric

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from align_circuits.cli.command_base import head_value
 from align_circuits.cli.folders import Results
-from align_circuits.cli.sweep_verb import SweepVerb
-from align_circuits.cli.verb import head_value
+from align_circuits.cli.sweep_command_base import SweepVerb
 from align_circuits.heads.candidates import hopeless_notes
 from align_circuits.heads.localize_heads import check_count, localize
 from align_circuits.heads.permutation_tests import smallest_p_values

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from align_circuits.cli.effect_verb import IN_WORDS, EffectVerb, PairDirection
+from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
 from align_circuits.heads.patch import patch_heads, patch_sites
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site

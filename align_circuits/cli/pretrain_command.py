@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from align_circuits.cli.command_base import Verb
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import Verb
 from align_circuits.training.sparse_gpt2 import SPARSE_GPT2, pretrain_sparse
 from align_circuits.training.toy_llama import RECIPES, pretrain
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import tyro
 
+from align_circuits.cli.command_base import Verb, command_line
 from align_circuits.cli.experiments_list import experiment_named, listing
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import Verb, command_line
 from align_circuits.cli.workers import Workers
 from align_circuits.papers.claims import checks_html, verdicts
 from align_circuits.papers.lab import Scale

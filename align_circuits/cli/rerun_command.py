@@ -10,9 +10,9 @@ import tyro
 
 import align_circuits as ac
 from align_circuits.checks import check_argument
+from align_circuits.cli.command_base import Verb
 from align_circuits.cli.entry import VERBS, verb_class
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import Verb
 from align_circuits.models.loading import load
 from align_circuits.tables.calls import FOLDER, Call
 from align_circuits.tables.tables import Table

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from align_circuits.cli.command_base import METRICS, PromptVerb, accuracy_sections, first_token, head_value
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import METRICS, PromptVerb, accuracy_sections, first_token, head_value
 from align_circuits.heads.candidates import position_notes
 from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.heads.score import MEASURES, resolve

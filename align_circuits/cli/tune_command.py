@@ -7,8 +7,8 @@ from typing import Literal
 
 import tyro
 
+from align_circuits.cli.command_base import PromptVerb, accuracy_sections, first_token, head_value
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb, accuracy_sections, first_token, head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.models.loading import parameters_in

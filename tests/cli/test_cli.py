@@ -17,9 +17,9 @@ from measured import table_of
 from plotly.offline import get_plotlyjs
 
 import align_circuits as ac
-from align_circuits.cli import effect_verb, main, score_command
+from align_circuits.cli import effect_command_base, main, score_command
+from align_circuits.cli.command_base import PromptVerb
 from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
-from align_circuits.cli.verb import PromptVerb
 from align_circuits.report.page import MAX_BYTES, packed
 from align_circuits.tables.calls import Call
 from align_circuits.tables.provenance import Provenance
@@ -606,13 +606,15 @@ def test_larger_effects_in_the_other_direction_are_named():
     rows = [{"level": "head", "layer": 0, "head": head, "metric": "a"} for head in range(len(values))]
     frame = pd.DataFrame(rows).assign(n=4, **dict(zip(("value", "low"), zip(*values, strict=True), strict=True)))
     frame["high"] = 2 * frame["value"] - frame["low"]
-    best, against = effect_verb.best_of(Table(frame, Provenance("patch")), "a").split(". In the other direction: ")
+    best, against = effect_command_base.best_of(Table(frame, Provenance("patch")), "a").split(
+        ". In the other direction: "
+    )
     zeros = frame.assign(low=-1.0, high=1.0, value=[0.01] * 8)
-    assert effect_verb.best_of(Table(zeros, Provenance("patch")), "a").startswith(
+    assert effect_command_base.best_of(Table(zeros, Provenance("patch")), "a").startswith(
         "no effect in the expected direction has an interval that leaves out 0; the largest is L0H0"
     )
     shared = pd.concat([frame, frame[frame["head"] == 0].assign(head=8)])
-    assert effect_verb.best_of(Table(shared, Provenance("patch")), "a").count("5.00 [") == 1, (
+    assert effect_command_base.best_of(Table(shared, Provenance("patch")), "a").count("5.00 [") == 1, (
         "of heads with one key head"
     )
     assert re.findall("H.", best) == ["H0", "H1", "H2", "H3", "H4"] and against == "L0H5 -2.50 [-3.00, -2.00]"

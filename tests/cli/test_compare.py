@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from align_circuits.cli import main
-from align_circuits.cli.verb import command_line
+from align_circuits.cli.command_base import command_line
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
 

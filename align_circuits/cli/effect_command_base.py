@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
+from align_circuits.cli.command_base import distinct, head_value
 from align_circuits.cli.folders import Results
-from align_circuits.cli.sweep_verb import SweepVerb
-from align_circuits.cli.verb import distinct, head_value
+from align_circuits.cli.sweep_command_base import SweepVerb
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.report.page import Section, legend_of

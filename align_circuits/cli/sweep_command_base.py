@@ -12,9 +12,9 @@ from typing import Any
 
 import tyro
 
+from align_circuits.cli.command_base import PromptVerb
 from align_circuits.cli.entry import verb_class
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb
 from align_circuits.cli.workers import Workers
 from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.run.options import RunOptions
