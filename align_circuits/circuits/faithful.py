@@ -241,6 +241,7 @@ class CircuitRuns:
         self._model, self._pair, self.targets = model, pair, pair.target_metrics
         self._residual_edges = residual_edges_of(model, pair.clean)
         self.graph = self._residual_edges.graph
+        # Once for all runs, so that those of the circuits and of the source differ by no engine's rounding.
         self._options = replace(options, engine=choose_engine(model, options, hook_points(self.graph)))
         self._source = capture(model, pair.corrupted, sent_from(self.graph), options=self._options)
         self.weights = self.targets.weights
@@ -286,7 +287,8 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
             "scores of direction 'noise', or by='absolute'"
         )
     value = frame["value"].to_numpy(dtype=float)
-    # Stable: tied edges keep the order of the table, on every machine.
+    # Signed scores ascend, since what noise takes away lies below 0. Stable: tied edges keep the order of the table, on
+    # every machine.
     order = np.argsort(-np.abs(value) if by == "absolute" else value, kind="stable")
     receiver = frame["receiver"].map({receiver.name: index for index, receiver in enumerate(graph.receivers)})
     sender = frame["sender"].map({sender.name: index for index, sender in enumerate(graph.senders)})

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -127,8 +126,8 @@ def interchange_verdicts(interchanges: Table, alpha: float) -> pd.DataFrame:
         `value` with its interval, `unpatched` (that of the unpatched run), `kept` (how often the answer of the base
         prompt is given), and, of `"named"`, the number and the best of its `controls` and `p`.
     """
-    frame: Any = interchanges.frame
-    rows, kept = (frame[frame["metric"] == metric] for metric in ("interchange", "corrupted_correct"))
+    frame = interchanges.frame
+    rows, kept = (frame.loc[frame["metric"] == metric] for metric in ("interchange", "corrupted_correct"))
     rows = rows.assign(kept=kept["value"].to_numpy()).drop(columns=["metric", "n", "level"])
     drawn = rows["patched"].str.fullmatch(r"random \d+")
     controls, unpatched = rows.loc[drawn, "value"], rows.loc[rows["patched"] == NOTHING, "value"].item()

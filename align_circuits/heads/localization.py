@@ -250,8 +250,8 @@ class Localization:
 def control_sentences(found: Localization) -> Iterator[str]:
     """Yields which named heads lose their score on the control."""
     table = found.table.frame
-    scores: Any = table[table["metric"] == "control"].set_index(["layer", "head", "role"])["value"]
-    low = set(scores.index[scores < found.thresholds.score])
+    scores = table.loc[table["metric"] == "control"].set_index(["layer", "head", "role"])
+    low = set(scores.index[scores["value"] < found.thresholds.score])
     # Lookups fail where aligners do, whatever they follow themselves.
     roles = [role for role in found.heads_by_role if role in ALIGNERS] or [*found.heads_by_role]
     lost = {role: [head for head in found.heads_by_role[role] if (*head, role) in low] for role in roles}

@@ -166,6 +166,8 @@ def run_jobs(
         for path, error in attempts:
             if error:
                 failures.append(JobFailure(paths[path], error))
+                # Another process may have done the job meanwhile: its result stands, and the error is told but not
+                # kept.
                 if not path.exists():
                     _write(path.with_suffix(".error"), json.dumps(asdict(paths[path]), indent=2) + "\n\n" + error)
                 if progress:

@@ -126,6 +126,7 @@ class Relation:
         columns = ("target", "prompt", "query")
         target, prompt, query = (torch.tensor([getattr(row, column) for row in rows]) for column in columns)
         relation = cls(name, target, prompt, query, key_value, candidate_value, key_label, candidate_label)
+        # Candidates that are named compete for one role in the text; all tokens up to the query do not.
         return replace(relation, exchangeable=of_rows[0] is not None)
 
     @classmethod
@@ -281,6 +282,7 @@ def duplicate_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt p
     occurs for the first time have no key and are left out. Arguments as for `previous_token`.
     """
     key_value = ids[rows["prompt"], rows["query"]]
+    # Keys strictly before the query, which has its own token too.
     relation = _among_all("duplicate", mask, torch.where(mask, ids, IGNORE), key_value, rows, keys_before_query=True)
     return relation.select(_seen_before(ids, mask)[rows["prompt"], rows["query"]])
 

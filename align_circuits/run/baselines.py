@@ -74,9 +74,8 @@ def baseline_table(
     means = {run: means[run] for run in (CLEAN, CORRUPTED, GAP, CHANCE) if run in means}
     values = np.concatenate([*means.values()])
     known = ~np.isnan(values).all(1)
-    frame: Any = pd.concat([keys.assign(run=run) for run in means], ignore_index=True)[["run", *keys]][known]
-    shares = frame["metric"].isin(SHARES).to_numpy()
-    bounded, changes = shares & frame["run"].isin([CLEAN, CORRUPTED]), shares & (frame["run"] == GAP)
+    frame = pd.concat([keys.assign(run=run) for run in means], ignore_index=True).loc[known, ["run", *keys]]
+    shares = np.isin(frame["metric"], SHARES)
+    bounded, changes = (shares & np.isin(frame["run"], runs) for runs in ([CLEAN, CORRUPTED], [GAP]))
     weights = np.tile(weights, (len(means), 1))[known]
-    kinds: Any = {"bounded": bounded.to_numpy(), "changes": changes.to_numpy()}
-    return Table.from_prompts(frame, values[known], weights, provenance, **kinds, group=group)
+    return Table.from_prompts(frame, values[known], weights, provenance, bounded=bounded, changes=changes, group=group)

@@ -139,5 +139,5 @@ def summarize_targets(
     keys = pd.DataFrame(
         [(*predictor, *group) for predictor in by for group in groups],
         columns=["predictor", "metric", "kind", "offset"],
-    ).astype({"offset": "Int64"})
+    ).astype({"offset": "Int64"})  # nullable: rows over all offsets have none
     return keys, *means_by_prompt(prompts, targets["prompt"].to_numpy(), list(by.values()), list(groups.values()))

@@ -45,7 +45,7 @@ EDIT_SETS_A_PART = 32
 PROMPTS_A_PART = 32
 """Prompts in such a part, rounded up to whole batches where the caller chose their size."""
 
-_LOGITS_AT_ONCE = 2**24
+_LOGITS_AT_ONCE = 2**24  # 64 MiB in float32
 
 
 def checked_names(metrics: Sequence[Any], takes: str = "(logits, targets)") -> list[str]:
@@ -244,6 +244,7 @@ class TargetMetrics:
             right = logits.gather(1, token[:, None])
             if self.correct is not None:
                 answers = logits[:, self.prompts.answer_tokens.to(logits.device)]
+                # Any right answer may beat the wrong one, so the most likely of them competes.
                 right = answers.where(self.correct[rows].to(logits.device), -torch.inf).amax(1, keepdim=True)
             wrong = wrong_tokens(self.targets, logits.shape[1])[rows].to(logits.device)
             return (right > logits.gather(1, wrong[:, None]))[:, 0].to(logits.dtype)
@@ -413,10 +414,10 @@ class TargetMetrics:
         Estimates are neither.
         """
         weights = np.tile(self.weights, (len(values), 1))
-        bounds: Any = {"bounded": False}
-        if self.names[0] in SHARES:
-            bounds = {"bounded": measured, "changes": changes}
-        return Table.from_prompts(keys, values, weights, provenance, **bounds, group=self.prompts.group)
+        if self.names[0] not in SHARES:
+            measured = changes = False
+        group = self.prompts.group
+        return Table.from_prompts(keys, values, weights, provenance, bounded=measured, changes=changes, group=group)
 
 
 def wrong_tokens(targets: pd.DataFrame, d_vocab: int) -> Int[Tensor, " target"]:

@@ -179,8 +179,8 @@ class Table:
         assert self.baselines is not None
         keys = [key for key in ("kind", "metric") if key in self.keys and key in self.baselines.keys]
         frame = self.baselines.frame
-        in_table: Any = self.frame[keys]
-        return self.baselines._rows(np.flatnonzero(frame[keys].isin(in_table.to_dict("list")).all(axis=1)))
+        in_table = {key: self.frame[key].tolist() for key in keys}
+        return self.baselines._rows(np.flatnonzero(frame[keys].isin(in_table).all(axis=1)))
 
     @property
     def warnings(self) -> list[str]:
@@ -524,7 +524,7 @@ class Table:
                 frame.insert(0, key, name)
         keys = list(dict.fromkeys(column for frame in frames for column in frame if column not in VALUES))
         # Joined as objects, or missing keys would turn integers into floats.
-        frame: Any = pd.concat([frame.astype(object) for frame in frames], ignore_index=True)[[*keys, *VALUES]]
+        frame = pd.concat([frame.astype(object) for frame in frames], ignore_index=True).loc[:, [*keys, *VALUES]]
         types = frames[0].dtypes.to_dict()
         shared = {name: kind for name, kind in types.items() if all(frame.dtypes.get(name) == kind for frame in frames)}
         frame = frame.astype(shared).infer_objects()

@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -75,11 +74,11 @@ class Probe:
     def table(self, steps: list[int], provenance: Provenance) -> Table:
         """Returns the results of several steps, with intervals over prompts."""
         results = [self._results[step] if self.folder is None else self._read(step) for step in steps]
-        keys: Any = pd.concat([keys.assign(step=step) for step, (keys, _) in zip(steps, results, strict=True)])
+        keys = pd.concat([keys.assign(step=step) for step, (keys, _) in zip(steps, results, strict=True)])
         value, weight = (np.concatenate([numbers[name] for _, numbers in results]) for name in COLUMNS)
         order = ["step", "ood", "metric", "kind", "offset", "level", "layer", "head"]
         bounded = (keys["metric"] != "log_prob").to_numpy()
-        table = Table.from_prompts(keys[order], value, weight, provenance, bounded=bounded)
+        table = Table.from_prompts(keys.loc[:, order], value, weight, provenance, bounded=bounded)
         # Prompt by prompt it would be as large as all the files of the probes.
         return replace(table, values=None, weights=None)
 
