@@ -20,11 +20,12 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
-from align_circuits.models.parameters import check_fits, device_of, provenance_of
+from align_circuits.models.parameters import device_of, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
+from align_circuits.run.prompt_checks import check_fits
 from align_circuits.run.target_metrics import TargetMetrics, wrong_tokens
 from align_circuits.tables.intervals import weighted_mean
 from align_circuits.tables.tables import Table, with_level

@@ -26,10 +26,10 @@ from align_circuits.hooks.residual_edges import (
     sent_from,
     sites_of,
 )
-from align_circuits.models.parameters import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.pairs import CachedPair, Pair
+from align_circuits.run.prompt_checks import check_fits
 from align_circuits.tables.tables import Table
 
 

@@ -20,10 +20,10 @@ from align_circuits.hooks.head_names import Head, HeadLike, describe, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.residual_edges import PatchEdges, hook_points, sent_from
-from align_circuits.models.parameters import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.pairs import Pair
+from align_circuits.run.prompt_checks import check_fits
 from align_circuits.run.target_metrics import EDIT_SETS_A_PART
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.provenance import Provenance

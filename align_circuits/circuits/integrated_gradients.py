@@ -10,10 +10,10 @@ from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.probes import Change
 from align_circuits.hooks.residual_edges import EMBEDDED
-from align_circuits.models.parameters import check_fits
 from align_circuits.run.memory_checks import check_memory
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import CachedPair, Pair
+from align_circuits.run.prompt_checks import check_fits
 from align_circuits.run.target_metrics import STEPS
 
 

@@ -13,7 +13,7 @@ from align_circuits.hooks.edits import Ablate, Patch
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.baselines import baselines_of, other_run
+from align_circuits.run.baseline_metrics import baselines_of, other_run
 from align_circuits.run.first_order import first_order_effects
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import STEPS, TargetMetrics, means_by_prompt

@@ -16,7 +16,7 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HeadSite
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.baselines import baseline_table, other_run
+from align_circuits.run.baseline_metrics import baseline_table, other_run
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import OwnMetric, TargetMetrics, by_kind

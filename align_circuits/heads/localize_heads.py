@@ -33,10 +33,10 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.edited_runs import shared_runs
 from align_circuits.run.memory_checks import check_memory, of_sweeps
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
+from align_circuits.run.unedited_runs import shared_runs
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task, first_half
 from align_circuits.tasks.task import Task, sampled
 

@@ -36,36 +36,6 @@ def device_of(model: HookedModel) -> torch.device:
     return next(parameters_of(model))[1].device
 
 
-def check_fits(model: HookedModel, prompts: Prompts) -> None:
-    """Raises unless the model can read the prompts.
-
-    Raises:
-        ValueError: The prompts were written with another vocabulary, have token ids outside the model's vocabulary, or
-            are longer than its context.
-    """
-    tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is not None and prompts.tokenizer_hash is not None:
-        model_hash = once_a_call(model, "vocabulary", partial(vocabulary_hash, tokenizer))
-        if model_hash != prompts.tokenizer_hash:
-            raise ValueError(
-                f"these prompts were written with another tokenizer ({prompts.tokenizer_hash}; the model's is "
-                f"{model_hash}): sample them with model.tokenizer"
-            )
-    tokens = torch.cat([prompts.tokens[prompts.mask], prompts.column("token")])  # a target need not be its prompt's own
-    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < model.cfg.d_vocab:
-        raise ValueError(
-            f"token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary has "
-            f"{model.cfg.d_vocab}: sample the prompts with model.tokenizer"
-        )
-    # Padding does not count: positions begin at the first real token.
-    longest = int(prompts.mask.sum(1).max()) if len(prompts) else 0
-    if longest > model.cfg.n_ctx:
-        raise ValueError(
-            f"a prompt of {longest} tokens, but the model's context is {model.cfg.n_ctx}: take fewer or shorter "
-            "examples"
-        )
-
-
 def model_provenance(model: HookedModel) -> dict[str, Any]:
     """Returns what identifies a model: name, shape, dtype, device and a hash of the weights.
 

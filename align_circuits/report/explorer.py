@@ -8,9 +8,9 @@ from align_circuits.checks import checked
 from align_circuits.hooks.head_names import HeadLike, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.models.parameters import check_fits
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
+from align_circuits.run.prompt_checks import check_fits
 from align_circuits.tasks.task import TOKEN_ROLES
 
 

@@ -15,12 +15,13 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.probes import Change
 from align_circuits.hooks.replay import Replay
-from align_circuits.models.parameters import check_fits, device_of
+from align_circuits.models.parameters import device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batch_sizes import fitting_prompts, in_batches
 from align_circuits.run.edited_runs import replaying
 from align_circuits.run.forward_pass import Batch, OnLogits, OnPattern, check_logits, check_rows, forward, widened
 from align_circuits.run.options import RunOptions
+from align_circuits.run.prompt_checks import check_fits
 
 Reader = tuple[Tensor, Tensor, Callable[..., None]]
 """Prompts and queries of the rows that something reads, then what is called as `OnPattern`, or as `OnLogits`, is."""

@@ -1,8 +1,7 @@
 """Many edited runs of the same prompts, each at the cost of what its edits change."""
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,12 +15,12 @@ from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_n
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, as_hooked, changes_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
-from align_circuits.hooks.names import Site, is_pattern, name_of, site_of
+from align_circuits.hooks.names import is_pattern, site_of
 from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, first_difference, order_of, starts_from
-from align_circuits.models.parameters import check_fits, device_of, model_provenance
+from align_circuits.models.parameters import device_of
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.batch_sizes import NUMBERS_CACHED, fitting_tokens, in_batches, key_width
+from align_circuits.run.batch_sizes import NUMBERS_CACHED, fitting_tokens, in_batches
 from align_circuits.run.forward_pass import (
     Batch,
     capture,
@@ -35,6 +34,8 @@ from align_circuits.run.forward_pass import (
     widened,
 )
 from align_circuits.run.options import RunOptions
+from align_circuits.run.prompt_checks import check_fits
+from align_circuits.run.unedited_runs import kept_runs
 
 OnLogits = Callable[[int, Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None]
 """Takes the index of an edit set, rows and their logits, which it only reads."""
@@ -164,79 +165,6 @@ class _EditedRuns:
     on_source: Callable[[Tensor, Tensor], None] | None
 
 
-class _KeptRuns:
-    """Unedited runs by model and tokens, as many as memory should hold, the last used ones."""
-
-    def __init__(self) -> None:
-        self.runs: dict[tuple[Hashable, ...], Replay] = {}
-        """The last part of a key are the tokens."""
-
-    def run(
-        self, model: HookedModel, decoder: Decoder, inputs: Mapping[str, Any], keep: set[str], starts: list[int]
-    ) -> Replay:
-        """Returns a kept run with all that edited runs start from, or a new one, which is kept if it is small enough.
-
-        Arguments as of `Replay.run`, whose `tokens`, `mask` and `queries` are `inputs`.
-        """
-        tokens, *others = inputs.values()
-        # `shared_runs` lets no weight change, so the object stands for its weights: to hash them would cost a run.
-        alike = (id(model), tokens.shape, *((tensor.shape, tensor.cpu().numpy().tobytes()) for tensor in others))
-        key = (*alike, tokens.cpu().numpy().tobytes())
-        # Taken out and put back: the runs stand in the order of their last use.
-        kept = self.runs.pop(key, None)
-        if kept is not None and kept.serves(keep, starts):
-            self.runs[key] = kept
-            return kept
-        # The next sweep edits other layers, from other columns on: it finds what it starts from, too.
-        sites: set[Site] = {layer_and_site[1] for name in keep if (layer_and_site := site_of(name)) is not None}
-        every = {name_of(site, layer) for site in sites for layer in range(model.cfg.n_layers)}
-        every |= kept.kept.keys() if kept is not None else set()
-        # `Replay.size` before it is known: an activation for each name, keys and values of each layer.
-        numbers = len(every) * model.cfg.d_model + 2 * model.cfg.n_layers * key_width(model.cfg)
-        room = NUMBERS_CACHED - numbers * tokens.numel()
-        if room < 0:
-            return Replay.run(decoder, **inputs, keep=keep, starts=starts)
-        near = self._beginning_alike(alike, every, tokens)
-        # Control sets go through the same prompts again and again: what was used last is used next.
-        while sum(run.size for run in self.runs.values()) > room:
-            del self.runs[next(iter(self.runs))]
-        self.runs[key] = (
-            Replay.run(decoder, **inputs, keep=every, starts=[0, tokens.shape[1] - 1])
-            if near is None
-            else near.beside(tokens)
-        )
-        return self.runs[key]
-
-    def _beginning_alike(
-        self, alike: tuple[Hashable, ...], every: set[str], tokens: Int[Tensor, "prompt pos"]
-    ) -> Replay | None:
-        """A kept run of prompts that begin with the same tokens, as clean and corrupted ones often do."""
-        for other, run in self.runs.items():
-            is_alike = other[:-1] == alike and every <= run.kept.keys()
-            if is_alike and 2 * first_difference(run.tokens, tokens) > tokens.shape[1]:
-                return run
-        return None
-
-
-_KEPT: ContextVar[_KeptRuns | None] = ContextVar("kept_runs", default=None)
-
-
-@contextmanager
-def shared_runs(model: HookedModel) -> Iterator[None]:
-    """Lets all sweeps in a `with` share the unedited runs of the same prompts, and merges adapters for its length.
-
-    Neither weights nor hooks of the model may change meanwhile; provenance names the weights as they are before.
-    """
-    model_provenance(model)
-    # A `with` within another one shares the runs of the outer one.
-    token = _KEPT.set(_KEPT.get() or _KeptRuns())
-    try:
-        with lora_merging.merged_adapters(modules_in(model)):
-            yield
-    finally:
-        _KEPT.reset(token)
-
-
 def _replay_in_batches(runs: _EditedRuns, decoder: Decoder, options: RunOptions) -> None:
     """Runs all edit sets on a batch of prompts, then on the next."""
     device, selected, length = device_of(runs.model), runs.prompt.unique(), runs.prompts.mask.shape[1]
@@ -268,7 +196,7 @@ def _replay_batch(
     starts = [min(max(0, min(columns, default=end)), end) for columns in first_edited]
     inputs: dict[str, Any] = {"tokens": batch.tokens[:, :end], "mask": batch.mask[:, :end], "queries": queries}
     keep, begun = starts_from(runs.names), [start for start in starts if start < end] or [end]
-    kept = _KEPT.get()
+    kept = kept_runs()
     replay = (
         Replay.run(decoder, **inputs, keep=keep, starts=begun)
         if kept is None

@@ -15,11 +15,12 @@ from align_circuits.hooks.head_names import shared_at
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.replay import first_difference
-from align_circuits.models.parameters import check_fits, device_of
+from align_circuits.models.parameters import device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batch_sizes import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture, choose_engine, widened
 from align_circuits.run.options import RunOptions
+from align_circuits.run.prompt_checks import check_fits
 from align_circuits.run.target_metrics import TargetMetrics
 
 THROUGH_ATTENTION = ("q", "k")

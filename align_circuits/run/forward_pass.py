@@ -19,10 +19,11 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import INSIDE_SITES, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
 from align_circuits.hooks.replay import Replay
-from align_circuits.models.parameters import check_fits, device_of
+from align_circuits.models.parameters import device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batch_sizes import fitting_prompts, in_batches, is_padded_float64
 from align_circuits.run.options import RunOptions
+from align_circuits.run.prompt_checks import check_fits
 
 OnPattern = Callable[[Int[Tensor, " row"], int, Float[Tensor, "row head pos"]], None]
 OnLogits = Callable[[Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None]

@@ -21,7 +21,7 @@ from align_circuits.jobs.control_characters import printable
 from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.baselines import baselines_by_prompt, other_run
+from align_circuits.run.baseline_metrics import baselines_by_prompt, other_run
 from align_circuits.run.batch_sizes import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture, widened
 from align_circuits.run.options import RunOptions, progress_bar

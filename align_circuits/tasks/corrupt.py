@@ -10,8 +10,8 @@ from torch import Tensor
 
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.tasks.automaton import Automata
+from align_circuits.tasks.gold_relations import write
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
-from align_circuits.tasks.labels import write
 from align_circuits.tasks.layout import Layout
 from align_circuits.tasks.rng import Rng
 

@@ -7,7 +7,7 @@ import torch
 
 from align_circuits.checks import checked
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.tasks.labels import targets_and_relations, write
+from align_circuits.tasks.gold_relations import targets_and_relations, write
 from align_circuits.tasks.layout import layout_of
 from align_circuits.tasks.references import oracle_accuracy
 from align_circuits.tasks.rng import Rng

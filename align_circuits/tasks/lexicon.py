@@ -11,10 +11,10 @@ from torch import Tensor
 from align_circuits.checks import Tokenizer, check_size, checked
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.texts import name_of
-from align_circuits.tasks.alignment import sample_alignment
+from align_circuits.tasks.alignment_priors import sample_alignment
 from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption
-from align_circuits.tasks.labels import prompts_of
+from align_circuits.tasks.gold_relations import prompts_of
 from align_circuits.tasks.layout import layout_of, length_of
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.seq2seq import TranslationTask, config_of

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from align_circuits.checks import Tokenizer, check_size, checked
 from align_circuits.prompts.prompts import REFERENCES, Prompts
-from align_circuits.tasks.alignment import AlignmentKind, PriorForm, sample_alignment
+from align_circuits.tasks.alignment_priors import AlignmentKind, PriorForm, sample_alignment
 from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption, corrupt_seq2seq
+from align_circuits.tasks.gold_relations import LATENT, prompts_of
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
-from align_circuits.tasks.labels import LATENT, prompts_of
 from align_circuits.tasks.layout import Layout, Style, layout_of, length_of
 from align_circuits.tasks.references import reference_accuracies
 from align_circuits.tasks.rng import Rng

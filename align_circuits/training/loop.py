@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from align_circuits.hooks.compat import bridges, model_state
 from align_circuits.hooks.left_as_found import one_thread_at_a_time
-from align_circuits.jobs.checkpoints import Checkpoint, load_checkpoint, run_folder, save_checkpoint
+from align_circuits.jobs.checkpoint_files import Checkpoint, load_checkpoint, run_folder, save_checkpoint
 from align_circuits.jobs.identity import identity_of
 from align_circuits.training.muon import Muon
 

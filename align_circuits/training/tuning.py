@@ -40,11 +40,12 @@ from align_circuits.models.lora import (
     unwrapped,
     with_adapter,
 )
-from align_circuits.models.parameters import check_fits, model_provenance, parameters_of
+from align_circuits.models.parameters import model_provenance, parameters_of
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
 from align_circuits.run.memory_checks import check_memory, of_training
 from align_circuits.run.options import RunOptions
+from align_circuits.run.prompt_checks import check_fits
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset

@@ -11,7 +11,7 @@ import pytest
 from forked import FORK
 
 from align_circuits.jobs import locks
-from align_circuits.jobs.checkpoints import run_folder
+from align_circuits.jobs.checkpoint_files import run_folder
 from align_circuits.jobs.locks import claimed, is_claimed, locked, shared_folder, written_once
 
 

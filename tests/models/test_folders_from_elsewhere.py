@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from refusals import refused
 
 import align_circuits as ac
-from align_circuits.jobs.checkpoints import NAME
+from align_circuits.jobs.checkpoint_files import NAME
 from align_circuits.models.folder_checks import _tensors_in
 from align_circuits.models.gguf_files import read_gguf
 from align_circuits.tables.provenance import Provenance

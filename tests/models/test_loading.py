@@ -29,9 +29,10 @@ from align_circuits.hooks.compat import stored_weights
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models import loading
 from align_circuits.models.loading import load
-from align_circuits.models.parameters import check_fits, model_provenance
+from align_circuits.models.parameters import model_provenance
 from align_circuits.prompts.prompts import vocabulary_hash
 from align_circuits.run.forward_pass import forward
+from align_circuits.run.prompt_checks import check_fits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # inside peft 0.21

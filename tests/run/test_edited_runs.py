@@ -27,7 +27,7 @@ from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltMLP
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.prompts.relations import Relation
-from align_circuits.run import batch_sizes, edited_runs
+from align_circuits.run import batch_sizes, edited_runs, unedited_runs
 from align_circuits.run.edited_runs import run_edited
 
 LLAMA3 = {
@@ -618,7 +618,7 @@ def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch
     model, made = models("llama", torch.float64), []
     run = replay.Replay.run.__func__
     monkeypatch.setattr(replay.Replay, "run", classmethod(lambda *a, **k: made.append(1) or run(*a, **k)))
-    monkeypatch.setattr(edited_runs, "NUMBERS_CACHED", most)
+    monkeypatch.setattr(unedited_runs, "NUMBERS_CACHED", most)
     prompts = Prompts.from_tokens(torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(1)))
     other = Prompts.from_tokens(torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(2)))
     late = prompts.mask & (torch.arange(12) >= 8)
@@ -650,7 +650,7 @@ def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch
 
     alone = [measured(edit_sets) for edit_sets in sweeps]
     made.clear()
-    with edited_runs.shared_runs(model):
+    with unedited_runs.shared_runs(model):
         for edit_sets, expected in zip(sweeps, alone, strict=True):
             torch.testing.assert_close(measured(edit_sets), expected, atol=1e-10, rtol=0)
     runs = len(made)
@@ -669,7 +669,7 @@ def test_the_unedited_runs_that_were_used_last_are_kept(models, monkeypatch):
     run = replay.Replay.run.__func__
     monkeypatch.setattr(replay.Replay, "run", classmethod(lambda *a, **k: made.append(1) or run(*a, **k)))
     one_run = 3 * 12 * model.cfg.n_layers * (2 * model.cfg.d_model + 2 * model.cfg.n_key_value_heads * model.cfg.d_head)
-    monkeypatch.setattr(edited_runs, "NUMBERS_CACHED", 2 * one_run + 3 * 64)  # and the logits of one query
+    monkeypatch.setattr(unedited_runs, "NUMBERS_CACHED", 2 * one_run + 3 * 64)  # and the logits of one query
     batches = [
         Prompts.from_tokens(torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(seed)))
         for seed in range(3)
@@ -682,7 +682,7 @@ def test_the_unedited_runs_that_were_used_last_are_kept(models, monkeypatch):
         run_edited(model, batches[batch], edit_sets, **rows, on_logits=lambda *_: None)
         return len(made)
 
-    with edited_runs.shared_runs(model):
+    with unedited_runs.shared_runs(model):
         assert [runs_of(batch) for batch in (0, 1, 0, 2, 0, 2, 1, 2, 0)] == [1, 1, 0, 1, 0, 0, 1, 0, 1]
 
 
@@ -714,7 +714,7 @@ def test_runs_of_prompts_that_begin_alike_share_their_beginning(models, monkeypa
     sweeps = [(clean, ablations, None), (corrupted, patches, clean), (corrupted, [[], *ablations], None)]
     alone = [measured(*sweep) for sweep in sweeps]
     made.clear()
-    with edited_runs.shared_runs(model):
+    with unedited_runs.shared_runs(model):
         for sweep, expected in zip(sweeps, alone, strict=True):
             torch.testing.assert_close(measured(*sweep), expected, atol=1e-10, rtol=0)
     assert len(made) == runs

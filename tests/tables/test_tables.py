@@ -15,7 +15,7 @@ import pytest
 from refusals import raised, refused
 from scipy import stats
 
-from align_circuits.run.baselines import baseline_table
+from align_circuits.run.baseline_metrics import baseline_table
 from align_circuits.tables import intervals
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table, with_level

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from align_circuits.tasks.alignment import alignment_prior, sample_alignment
+from align_circuits.tasks.alignment_priors import alignment_prior, sample_alignment
 from align_circuits.tasks.automaton import NONE, Automata
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders, shapes
 from align_circuits.tasks.rng import Rng

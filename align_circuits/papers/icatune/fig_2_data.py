@@ -31,7 +31,7 @@ from align_circuits.papers.statistics import (
 )
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.tables.tables import Table
-from align_circuits.tasks.alignment import PriorForm, alignment_prior
+from align_circuits.tasks.alignment_priors import PriorForm, alignment_prior
 from align_circuits.tasks.automaton import NONE, Automata
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 

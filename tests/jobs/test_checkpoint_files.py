@@ -18,7 +18,7 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 from small_training import llama, loss, network, next_token, norms, quiet, same_weights, sample, tokens
 
-from align_circuits.jobs import checkpoints
+from align_circuits.jobs import checkpoint_files
 from align_circuits.training.loop import TrainConfig
 
 STEPS = 300
@@ -43,7 +43,7 @@ def train_in_a_process(folder, steps, config, moment=None):
 
 def die_at(name, call):
     """Kills this process at the given call of a function that writes, after half of its data."""
-    owner = checkpoints if name == "save_file" else os
+    owner = checkpoint_files if name == "save_file" else os
     original, calls = getattr(owner, name), [0]
 
     def dying(*args, **keywords):
@@ -146,8 +146,8 @@ def test_on_a_full_disk_the_earlier_checkpoint_stands(tmp_path, monkeypatch):
         begun.append(step)
         return sample(step, seed)
 
-    begun, original, config = [], checkpoints.save_file, TrainConfig(20, log_every=4)
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    begun, original, config = [], checkpoint_files.save_file, TrainConfig(20, log_every=4)
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         quiet(network(), recorded, loss, config, out=tmp_path / "full" / "run", metrics=norms)
     quiet(network(), recorded, loss, config, out=tmp_path / "full" / "run", metrics=norms)
@@ -193,7 +193,7 @@ def test_a_llama_with_tied_embeddings_goes_on_to_the_bit(tmp_path, optimizer):
 def test_what_a_killed_process_left_unfinished_is_removed(tmp_path):
     for name in (".checkpoint.safetensors.0a1b2c3d.partial", ".tmpjdYe94"):  # ours, and that of safetensors
         (tmp_path / name).touch()
-    with checkpoints.run_folder(tmp_path):
+    with checkpoint_files.run_folder(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {".lock"}
 
 
@@ -265,11 +265,11 @@ def test_another_frozen_part_is_refused(tmp_path):
 
 def test_a_folder_that_is_soon_free_is_waited_for(tmp_path):
     def opened():
-        with checkpoints.run_folder(tmp_path) as folder:
+        with checkpoint_files.run_folder(tmp_path) as folder:
             return folder
 
     with ThreadPoolExecutor() as pool:
-        with checkpoints.run_folder(tmp_path):
+        with checkpoint_files.run_folder(tmp_path):
             waiting = pool.submit(opened)
             time.sleep(0.2)
             assert not waiting.done()
@@ -277,7 +277,7 @@ def test_a_folder_that_is_soon_free_is_waited_for(tmp_path):
 
 
 def test_a_folder_in_use_is_refused_and_given_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(checkpoint_files, "PATIENCE_S", 0.1)
 
     def nested(_model, _step):
         refused("another process is training", quiet, network(), sample, loss, TrainConfig(2), out=tmp_path)
