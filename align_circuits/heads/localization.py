@@ -269,6 +269,7 @@ def unnamed_sentences(unnamed: Sequence[UnnamedHead], named: Collection[Head]) -
     if large:
         more = f", and {len(large) - SHOWN} more" if len(large) > SHOWN else ""
         yield f"Large effect, but not named: {', '.join(large[:SHOWN])}{more}."
+    # A head that is named for one role scores high in others too: a lookup head attends to induction keys.
     scoring = [head for head in unnamed if head.high and not head.large and head.head not in named]
     high = [f"{describe([head.head])} for {head.role}" for head in scoring]
     if high and named:

@@ -194,8 +194,8 @@ def localize(
         )
         verdicts += sets.test_roles(heads_by_role)
         if minimal_sets and named:
-            found = smallest_sets(model, deciding[:half], named, sets.kind, thresholds, options, metric)
-            for claim, smallest in found.items():
+            smallest_by_claim = smallest_sets(model, deciding[:half], named, sets.kind, thresholds, options, metric)
+            for claim, smallest in smallest_by_claim.items():
                 verdicts += sets.test(smallest, (claim,), sets.controls(smallest), smallest=True)[1]
         interchanges = None
         if answers_differ(pair).any():

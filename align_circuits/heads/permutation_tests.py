@@ -399,8 +399,7 @@ class _Labels:
     def __init__(self, relation: Relation, row: Int[Tensor, " place"], shape: tuple[int, int]):
         self.row = row  # of each place of the layout, `IGNORE` where its keys are missing
         labels = torch.where(relation.candidate_label == IGNORE, IGNORE, relation.key_label)
-        of_prompt = [each.unique() for each in labels]
-        self.borne = [each[each != IGNORE].tolist() for each in of_prompt]
+        self.borne = [of_prompt[of_prompt != IGNORE].unique().tolist() for of_prompt in labels]
         width = max(map(len, self.borne))
         self.bears = torch.zeros(len(labels), width, labels.shape[1])
         for prompt, borne in enumerate(self.borne):
@@ -589,8 +588,8 @@ def in_one_place(relation: Relation, prompts: Prompts) -> bool:
     targets = len(relation) // max(len(prompts), 1)
     if not targets or not torch.equal(relation.prompt, torch.arange(len(prompts)).repeat_interleave(targets)):
         return False
-    by_prompt = (part.unflatten(0, (-1, targets)) for part in (relation.query, *relation.expand()))
-    return all(bool((part == part[:1]).all()) for part in by_prompt)
+    by_prompt = (of_rows.unflatten(0, (-1, targets)) for of_rows in (relation.query, *relation.expand()))
+    return all(bool((positions == positions[:1]).all()) for positions in by_prompt)
 
 
 def fixed_rank(relation: Relation) -> bool:

@@ -118,8 +118,8 @@ class RedundantHeadSearch:
             scores = score_heads(self.model, prompts, metrics, edits=edits, options=self.options)
         return {
             head
-            for head, found in attending(scores, roles, self.thresholds, chance_of(prompts, roles))
-            if found == role
+            for head, of_role in attending(scores, roles, self.thresholds, chance_of(prompts, roles))
+            if of_role == role
         }
 
     def significant(self, role: str, ablated: Sequence[Head], matters: Mapping[Head, float]) -> set[Head]:

@@ -171,6 +171,7 @@ def run_jobs(
                 if not path.exists():
                     _write(path.with_suffix(".error"), json.dumps(asdict(paths[path]), indent=2) + "\n\n" + error)
                 if progress:
+                    # Above the bar, which a plain print would break.
                     bar.write(f"failed: {failures[-1]}", file=sys.stderr)
             bar.set_postfix(failed=len(failures), refresh=False)
             bar.update()
@@ -342,6 +343,7 @@ def _attempts_on(executor: Executor, jobs: Mapping[Path, Job], code_versions: Ma
                 error = why_lost(lost)
             yield futures[future], error
     finally:
+        # After an error or an interrupt nothing more is to begin.
         for future in futures:
             future.cancel()
 

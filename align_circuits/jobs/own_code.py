@@ -24,8 +24,8 @@ def load_own(option: str, name: str) -> tuple[ModuleType, Any]:
     module, colon, attribute = name.rpartition(":")
     if not (module and colon and attribute.isidentifier()):
         raise ValueError(f"{option} {name}: give package.module:name or path/file.py:name")
-    found = _imported(f"{option} {name}", module)
-    return found, getattr(found, attribute, None)
+    imported = _imported(f"{option} {name}", module)
+    return imported, getattr(imported, attribute, None)
 
 
 def names_in(module: ModuleType, wanted: Any) -> str:
@@ -43,17 +43,17 @@ def _imported(asked: str, module: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found = import_module(module if path is None else path.stem)
+        imported = import_module(module if path is None else path.stem)
     except Exception as error:  # whatever the user's code raises
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             remedy = "run it from the folder that holds it, install it, or give path/file.py:name"
             raise ValueError(f"{asked}: no module {error.name!r} can be imported; {remedy}") from error
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if isinstance(error, SyntaxError) else f" ({at.filename}, line {at.lineno})"
+        raised_in = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, SyntaxError) else f" ({raised_in.filename}, line {raised_in.lineno})"
         raise ValueError(f"{asked}: importing it raised {type(error).__name__}: {error}{where}") from error
-    if path is not None and Path(str(found.__file__)).resolve() != path:
+    if path is not None and Path(str(imported.__file__)).resolve() != path:
         raise ValueError(
-            f"{asked}: Python already has a module {path.stem!r}, {found.__file__ or 'a built-in one'}: rename "
+            f"{asked}: Python already has a module {path.stem!r}, {imported.__file__ or 'a built-in one'}: rename "
             f"{path.name}"
         )
-    return found
+    return imported

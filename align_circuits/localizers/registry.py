@@ -110,8 +110,8 @@ def scores_of(name: str, model: HookedModel, pair: Pair, roles: Sequence[str]) -
     except Exception as error:  # whatever the user's code raises
         if name in METHODS:
             raise
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{at.filename}, line {at.lineno}"
+        raised_in = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{raised_in.filename}, line {raised_in.lineno}"
         raise ValueError(f"the method {name!r} raised {type(error).__name__}: {error} ({where})") from error
     return scores_by_role(name, scores, model, roles)
 

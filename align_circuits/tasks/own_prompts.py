@@ -145,10 +145,10 @@ def _roles(prompts: Prompts, roles: Mapping[str, str] | Sequence[str] | None) ->
 
 def _in_words(relation: Relation, positions: Mapping[str, Int[Tensor, " prompt"]]) -> str:
     """What a head of a relation does, in the names of positions where they tell it."""
-    at = {place: column[relation.prompt] for place, column in positions.items()}
+    column_of = {place: column[relation.prompt] for place, column in positions.items()}
     row, (key, _) = torch.arange(len(relation)), relation.expand()
-    queries = [place for place, column in at.items() if torch.equal(column, relation.query)]
-    keys = [place for place, column in at.items() if (column >= 0).all() and key[row, column].all()]
+    queries = [place for place, column in column_of.items() if torch.equal(column, relation.query)]
+    keys = [place for place, column in column_of.items() if (column >= 0).all() and key[row, column].all()]
     if not (queries and keys) or int(key.sum()) != len(keys) * len(relation):
         return f"attends from the queries of {relation.name} to its keys"
     query = "the last token" if "END" in queries else queries[0]

@@ -68,6 +68,7 @@ def pre_aligned(sampler: DocumentSampler) -> Document:
     rng = sampler.rng
     m, c = int(rng.integers(2, sampler.most_symbols + 1)), sampler.phrase_len()
     n = sampler.lines(m + 2 + m * (c + 1))
+    # `Rng` has streams by name, the same for every document of one seed: each document draws a seed of its own.
     order = sample_orders(Rng(int(rng.integers(2**31))), 1, n, m)[0].numpy()
     draw = rng.random()
     if draw < 0.5:
