@@ -7,7 +7,7 @@ truth is the mean over a pool of prompts, from which experiments draw.
 
     python benchmarks/coverage.py [--experiments 2000] [--heads] [--every 3] [--pool 1000] [--out FILE]
 
-It prints, for 8, 16, 32 and 64 prompts, how often each interval covers, its mean length, its median length over that of
+It prints, for 3 to 64 prompts, how often each interval covers, its mean length, its median length over that of
 the percentile bootstrap, and of means in [0, 1] coverage and mean length of `betting_interval`, which bounds it.
 """
 
@@ -23,7 +23,7 @@ import align_circuits as ac
 from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.tables import intervals as stats
 
-PROMPTS = (8, 16, 32, 64)
+PROMPTS = (3, 4, 6, 8, 16, 32, 64)
 METRICS = ("align_query", "align_query_attention", "lookup", "lookup_attention", "sink")
 
 Kind = Literal["effect", "difference", "proportion", "ratio"]

@@ -77,5 +77,6 @@ def baseline_table(
     frame = pd.concat([keys.assign(run=run) for run in means], ignore_index=True).loc[known, ["run", *keys]]
     shares = np.isin(frame["metric"], SHARES)
     bounded, changes = (shares & np.isin(frame["run"], runs) for runs in ([CLEAN, CORRUPTED], [GAP]))
-    weights = np.tile(weights, (len(means), 1))[known]
-    return Table.from_prompts(frame, values[known], weights, provenance, bounded=bounded, changes=changes, group=group)
+    weights, levels = np.tile(weights, (len(means), 1))[known], (frame["run"] != GAP).to_numpy()
+    kinds: Any = {"bounded": bounded, "changes": changes, "levels": levels}
+    return Table.from_prompts(frame, values[known], weights, provenance, **kinds, group=group)

@@ -122,7 +122,8 @@ def evaluation_table(targets: TargetMetrics, values: Float[ndarray, "metric targ
     """Returns what `evaluate` does, from the metrics of each target."""
     keys, means, weights = summarize_targets(targets.prompts, values, targets.names)
     bounded = keys["metric"].isin(SHARES).to_numpy()
-    return Table.from_prompts(keys, means, weights, provenance, bounded=bounded, group=targets.prompts.group)
+    group = targets.prompts.group
+    return Table.from_prompts(keys, means, weights, provenance, bounded=bounded, levels=True, group=group)
 
 
 def summarize_targets(

@@ -42,6 +42,9 @@ BASELINES = "baselines"
 SHARES = ("accuracy", "choice_accuracy", "prob", "interchange", "corrupted_correct")
 """Metrics in [0, 1]."""
 
+LIMITS = {"log_prob": (-np.inf, 0.0), "kl": (0.0, np.inf)}
+"""The least and the most that other metrics can be."""
+
 _LEVELS = ("interchange_accuracy", "interchange")
 """Verbs whose numbers are metrics of edited runs, not changes of them."""
 
@@ -92,6 +95,7 @@ class Table:
         *,
         bounded: Bool[ndarray, " row"] | bool = True,
         changes: Bool[ndarray, " row"] | bool = False,
+        levels: Bool[ndarray, " row"] | bool = False,
         group: Any = None,
     ) -> "Table":
         """Makes a table of means over prompts with 95% intervals.
@@ -104,6 +108,7 @@ class Table:
             bounded: Which rows lie in [0, 1] and get `stats.proportion`'s interval.
             changes: Which others are changes of such rows, in [-1, 1], and get `stats.proportion_change`'s. The rest
                 get `stats.mean_interval`'s.
+            levels: Which of the rest are metrics themselves, no changes of them, so that intervals end at `LIMITS`.
             group: `Prompts.group`, an integer for each prompt; related prompts have the same. Values and intervals are
                 then those of groups.
         """
@@ -116,6 +121,9 @@ class Table:
         for rows, interval in of_rows:
             rows = np.broadcast_to(rows, len(values))
             low[rows], high[rows] = interval(values[rows], weights[rows])
+        for metric, (least, most) in LIMITS.items():
+            rows = levels & np.isin(keys["metric"], [metric]) if "metric" in keys else np.zeros(len(keys), dtype=bool)
+            low[rows], high[rows] = low[rows].clip(least), high[rows].clip(max=most)
         frame = keys.reset_index(drop=True).assign(
             value=stats.weighted_mean(values, weights), low=low, high=high, n=weights.sum(1).astype(int)
         )

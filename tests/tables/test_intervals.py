@@ -344,3 +344,10 @@ def test_no_prompts_have_no_interval():
     refused("no prompts, so no interval", stats.mean_interval, np.empty((2, 0)), np.empty((2, 0)))
     for interval in (stats.proportion, stats.betting_interval):
         refused("no prompts, so no interval", interval, np.empty((2, 0)), np.empty((2, 0)))
+
+
+def test_a_single_low_value_among_six_makes_the_interval_long_downwards():
+    """As `docs/intervals.md` tells."""
+    values = np.array([[2.8, 1.9, 1.7, 0.3, 2.3, 2.0]])
+    assert np.concatenate(stats.mean_interval(values, np.ones_like(values))).round(1).tolist() == [-1.6, 2.5]
+    assert np.concatenate(stats.t_interval(values)).round(1).tolist() == [0.9, 2.7]

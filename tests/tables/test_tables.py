@@ -640,3 +640,17 @@ def test_shown_in_consoles_and_notebooks():
     assert str(made) == repr(made)
     odd = Table(made.frame.assign(metric="<b>"), Provenance("<i>"))._repr_html_()
     assert "<table" in odd and "&lt;b&gt;" in odd and "&lt;i&gt;" in odd and "<b>" not in odd and "<i>" not in odd
+
+
+def test_intervals_of_metrics_end_where_these_do():
+    """Those of levels: a log-probability is at most 0 and a divergence at least 0; changes of them have no bounds."""
+    keys = pd.DataFrame({"metric": ["log_prob", "kl", "logit"]})
+    values, weights = np.array([[-0.1, -0.2, -4], [0.1, 0.2, 4], [-0.1, -0.2, -4]]), np.ones((3, 3))
+
+    def ends(**kinds: Any) -> Any:
+        table = Table.from_prompts(keys, values, weights, Provenance("made"), bounded=False, **kinds)
+        return table.frame[["low", "high"]].to_numpy()
+
+    free, limited = ends(), ends(levels=True)
+    assert free[0, 1] > 0 > free[1, 0]
+    np.testing.assert_array_equal(limited, [[free[0, 0], 0], [0, free[1, 1]], free[2]])
