@@ -36,6 +36,9 @@ IN_WORDS = {
 LEAST_SHARE = 0.01
 """Effects below this share of the largest are not listed among those that matter."""
 
+LISTED = "largest first of those whose interval leaves out 0"
+"""Which effects `best_of` lists."""
+
 MOST_DRAWN = 10
 """The largest effects in the figure of those that matter."""
 
@@ -80,10 +83,10 @@ class EffectVerb(SweepVerb):
         lines = [(f"{site}: " if site else "") + best_of(of_site, metric) for site, of_site in tables.items()]
         screened = _screened(table)
         told = [f"  {line}" for line in [*lines, *screened]]
-        print("\n".join([f"{self.model}: {how}\n", *told, "", *table.remarks]))
+        print("\n".join([f"{self.model}: {how}, {LISTED}\n", *told, "", *table.remarks]))
         warnings = [warning.replace("log_prob", "log-probability") for warning in table.where(metric=metric).warnings]
         notes = [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
-        summary = "\n\n".join([f"{what}, largest first: {lines[0]}. {but}", *lines[1:], *screened, *notes])
+        summary = "\n\n".join([f"{what}, {LISTED}: {lines[0]}. {but}", *lines[1:], *screened, *notes])
         sections = list(_sections(table, tables, metric, prompts))
         self.finish(results, table, title=title, summary=summary, sections=sections)
 
@@ -168,7 +171,8 @@ def _of_sites(table: Table) -> Iterator[tuple[str, Table]]:
 def best_of(table: Table, metric: str) -> str:
     """Returns the five rows that matter most, and of the five largest those in the other direction.
 
-    Rows whose interval holds 0 are left out, and so are heads that share the keys or values of one that is named.
+    Rows whose interval holds 0 are left out, but named in the end where they are larger than one that is listed. Heads
+    that share the keys or values of one that is listed are left out.
     """
     ranked, largest = (table.top(metric, len(table), by=by).frame for by in (None, "absolute"))
     sign = 1 if len(ranked) and ranked["value"].iloc[0] >= max(ranked["value"].iloc[-1], 0) else -1
@@ -177,7 +181,17 @@ def best_of(table: Table, metric: str) -> str:
     against = f". In the other direction: {', '.join(map(head_value, others))}" if others else ""
     nearest = "".join(f"; the largest is {head_value(row)}" for _, row in ranked[:1].iterrows())
     none = f"no effect in the expected direction has an interval that leaves out 0{nearest}"
-    return (", ".join(map(head_value, best)) or none) + against
+    least = min((abs(row["value"]) for row in [*best, *others]), default=np.inf)
+    larger_rows: Any = largest[_holds_zero(largest) & (largest["value"].abs() > least)]
+    unclear = [head_value(row) for _, row in larger_rows.iterrows()]
+    more = f" and {len(unclear) - 5} more" if len(unclear) > 5 else ""
+    larger = f". Larger than some of these, but with an interval that holds 0: {', '.join(unclear[:5])}{more}"
+    return (", ".join(map(head_value, best)) or none) + against + (larger if unclear else "")
+
+
+def _holds_zero(rows: Any) -> Any:
+    """Which rows have an interval with 0 in it."""
+    return (rows["low"] <= 0) & (rows["high"] >= 0)
 
 
 def _count_apart(table: Table) -> int:
@@ -191,7 +205,7 @@ def _apart_from_zero(rows: Any) -> list[Any]:
 
     Of heads with one effect, since they share keys and values, the first.
     """
-    shown = rows[~((rows["low"] <= 0) & (rows["high"] >= 0))]
+    shown = rows[~_holds_zero(rows)]
     shown = shown[(shown["value"] != 0) & (shown["value"].abs() >= LEAST_SHARE * rows["value"].abs().max())]
     shared = [key for key in ("site", "layer", "position", "positions", "value", "low", "high") if key in rows]
     return [row for _, row in shown.drop_duplicates(shared).iterrows()]

@@ -22,7 +22,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import rendered
 from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import CHOICE_ACCURACY
-from align_circuits.tables.baselines import CHANCE, warnings_of
+from align_circuits.tables.baselines import CHANCE, unsolved, warnings_of
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import Task
 
@@ -194,18 +194,21 @@ class Localization:
     def warnings(self) -> list[str]:
         """What leaves the effects of heads without a meaning: of the log-probability, else of the accuracy.
 
-        A model that is no better than a guess, and clean and corrupted prompts that do not differ (`Table.warnings`).
+        A model that is no better than a guess, prompts too few to show that it is better, and clean and corrupted
+        prompts that do not differ (`Table.warnings`).
         """
         baselines = self.evidence.patching_effects.baselines
         if baselines is None:
             return []
         told = {metric: baselines.where(kind="all", metric=metric).frame for metric in ("log_prob", "accuracy")}
+        counted = self.prompts.n_groups, f"test {self.table.unit}"  # the other half chose the candidates
         if not self.chooses:
-            return next(filter(None, ([*warnings_of(rows)] for rows in told.values())), [])
+            return next(filter(None, ([*warnings_of(rows, *counted)] for rows in told.values())), [])
         # Between two answers it does not matter what all tokens get.
         rows = told["log_prob"]
-        guesses = "between the two answers the model is no better than a guess: it does not solve these prompts"
-        return [*[guesses] * bool(self.intact["low"] <= 0.5), *warnings_of(rows[rows["run"] != CHANCE])]
+        guesses = unsolved(self.intact, 0.5, *counted)
+        between = [f"between the two answers accuracy is {self.intact['value']:.2f}, {guesses}"] * bool(guesses)
+        return [*between, *warnings_of(rows[rows["run"] != CHANCE])]
 
     @property
     def interchange_verdicts(self) -> pd.DataFrame | None:

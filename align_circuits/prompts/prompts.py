@@ -295,8 +295,14 @@ class Prompts:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """The task and the digest: the `data` of the provenance of a table measured on these prompts."""
-        return {"task": dict(self.task), "digest": self.digest}
+        """The `data` of the provenance of a table measured on these prompts: task, digest, and how many groups."""
+        groups = {} if self.group is None else {"groups": self.n_groups}
+        return {"task": dict(self.task), "digest": self.digest, **groups}
+
+    @property
+    def n_groups(self) -> int:
+        """How many groups of related prompts there are, over which intervals are; without `group` how many prompts."""
+        return len(self) if self.group is None else len(self.group.unique())
 
     def column(self, name: str) -> Tensor:
         """Returns a numeric column of `targets` as a tensor."""

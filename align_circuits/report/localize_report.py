@@ -17,7 +17,7 @@ from markupsafe import Markup
 from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.heads.heads_without_role import LARGE_EFFECT
 from align_circuits.heads.interchange_interventions import HEAD
-from align_circuits.heads.localization import Localization, unnamed_sentences
+from align_circuits.heads.localization import SHOWN, Localization, unnamed_sentences
 from align_circuits.heads.localization_rows import formatted, named_head_rows, verdict_rows, with_values
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.head_names import describe
@@ -171,11 +171,15 @@ def _caveats(localization: Localization) -> list[str]:
 
 
 def _largest_effect(localization: Localization) -> str:
-    """The head whose patch alone brings back or takes away most, and how many without a role have a large effect."""
+    """The head whose patch alone brings back or takes away most, and how many without a role have a large effect.
+
+    Heads with a larger effect whose interval holds 0 are named beside it.
+    """
     effects = localization.evidence.patching_effects.where(kind="all", metric="log_prob")
     frame: Any = effects.frame.assign(share=effects.normalized().frame["value"].to_numpy())
-    frame = frame[(frame["low"] > 0) | (frame["high"] < 0)]
-    frame = frame if "estimated" not in frame else frame[~frame["estimated"].astype(bool)]
+    measured = frame if "estimated" not in frame else frame[~frame["estimated"].astype(bool)]
+    apart = (measured["low"] > 0) | (measured["high"] < 0)
+    frame, unclear = measured[apart], measured[~apart].sort_values("value", key=abs, ascending=False)
     if not len(frame):
         return "No single head is shown to bring any of the clean prompts' answer back when it is patched."
     row = frame.loc[frame["value"].abs().idxmax()]
@@ -184,12 +188,20 @@ def _largest_effect(localization: Localization) -> str:
     does = "brings back" if row["value"] > 0 else "takes away"
     low, high = sorted(abs(row[end]) for end in ("low", "high"))
     of_all = "" if np.isnan(row["share"]) else f", {abs(row['share']):.0%} of the difference to the corrupted prompts"
+    unclear = unclear[unclear["value"].abs() > abs(row["value"])]
+    shown = [
+        f"{describe([(int(row['layer']), int(row['head']))])} {row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+        for row in unclear.head(SHOWN).to_dict("records")
+    ]
+    more = f" and {len(unclear) - SHOWN} more" if len(unclear) > SHOWN else ""
+    larger = f" Larger, but with an interval that holds 0: {', '.join(shown)}{more}." if shown else ""
+    of_clear = " whose interval leaves out 0" if shown else ""
     large = sum(unnamed.large for unnamed in localization.unnamed)
     others = f" {large} heads have a large effect and no role." if large > 1 else ""
     return (
-        f"The largest effect of a single head is that of {describe([head])} "
+        f"The largest effect of a single head{of_clear} is that of {describe([head])} "
         f"({'named for ' + ' and '.join(roles) if roles else 'not named'}), which {does} {abs(row['value']):.2f} "
-        f"[{low:.2f}, {high:.2f}] nats of the log-probability on clean prompts{of_all}.{others}"
+        f"[{low:.2f}, {high:.2f}] nats of the log-probability on clean prompts{of_all}.{larger}{others}"
     )
 
 

@@ -17,20 +17,44 @@ def described(frame: Any) -> Iterator[str]:
         yield f"{metric} without an edit: {', '.join(shown)}"
 
 
-def warnings_of(frame: Any) -> Iterator[str]:
-    """Yields what leaves effects without a meaning: a model that only guesses, a corruption that changes nothing."""
+def warnings_of(frame: Any, n: int | None = None, unit: str = "targets") -> Iterator[str]:
+    """Yields what leaves effects without a meaning, or without one that is shown.
+
+    That is a model that only guesses, prompts too few to show that it does not, and a corruption that changes nothing.
+
+    Args:
+        frame: Rows of `Table.baselines`.
+        n: How many of `unit` each interval is over; by default the targets of its row.
+        unit: Their name, such as `"prompts"` or `"groups"`.
+    """
     for metric, runs in _by_metric(frame):
-        if {CLEAN, CHANCE} <= runs.keys() and runs[CLEAN]["low"] <= runs[CHANCE]["value"]:
-            yield (
-                f"on the clean prompts {metric} is {_shown(runs[CLEAN])}, no better than a guess "
-                f"({runs[CHANCE]['value']:.3g}): the model does not solve these prompts, so effects on {metric} do not "
-                "show how it would"
-            )
+        if {CLEAN, CHANCE} <= runs.keys():
+            clean, guess = runs[CLEAN], float(runs[CHANCE]["value"])
+            if told := unsolved(clean, guess, int(clean["n"]) if n is None else n, unit):
+                so = f", so effects on {metric} do not show how it would" if clean["value"] <= guess else ""
+                yield f"on the clean prompts {metric} is {_shown(clean)}, {told}{so}"
         if GAP in runs and not is_apart(runs[GAP]):
             yield (
                 f"between clean and corrupted prompts {metric} differs by {_shown(runs[GAP])}, which may be 0: these "
                 "prompts do not show that the corruption changes it, so its effects are not normalised"
             )
+
+
+def unsolved(row: Any, guess: float, n: int, unit: str) -> str:
+    """Returns that the model is no better than a guess, or that this is not known; nothing where it is better.
+
+    Only a value at or below that of a guess says the former. An interval that holds the guess below a higher value says
+    that n are too few. Its length shrinks as 1/√n, which tells how many would leave the guess out.
+    """
+    if row["value"] <= guess:
+        return f"no better than a guess ({guess:.3g}): the model does not solve these prompts"
+    if not row["low"] <= guess:
+        return ""
+    needed = int(n * ((row["value"] - row["low"]) / (row["value"] - guess)) ** 2) + 1
+    return (
+        f"but {n} {unit} are too few to show that this is better than a guess ({guess:.3g}): at this value about "
+        f"{needed:,} would be needed"
+    )
 
 
 def is_apart(row: Any) -> bool:

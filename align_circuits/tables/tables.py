@@ -194,10 +194,20 @@ class Table:
     def warnings(self) -> list[str]:
         """What leaves effects without a meaning, told by the baselines.
 
-        That is a model that is no better than a guess on the clean prompts (the interval of its metric reaches that of
-        a guess), and clean and corrupted prompts that differ by less than the interval of their difference.
+        That is a model that is no better than a guess on the clean prompts, or not shown to be better (the interval of
+        its metric reaches that of a guess), and clean and corrupted prompts that differ by less than the interval of
+        their difference.
         """
-        return [] if self.baselines is None else list(baselines.warnings_of(self._own_baselines.frame))
+        if self.baselines is None:
+            return []
+        values = self.baselines.values
+        counted = {} if values is None else {"n": values.shape[1], "unit": self.unit}
+        return [*baselines.warnings_of(self._own_baselines.frame, **counted)]
+
+    @property
+    def unit(self) -> Literal["prompts", "groups"]:
+        """What intervals are over: prompts, or groups of related prompts (`Prompts.group`)."""
+        return "groups" if "groups" in self.provenance.data else "prompts"
 
     def normalized(self) -> "Table":
         """Returns effects on the scale of the baselines: (patched - corrupted) / (clean - corrupted).

@@ -613,6 +613,10 @@ def test_larger_effects_in_the_other_direction_are_named():
     assert effect_command_base.best_of(Table(zeros, Provenance("patch")), "a").startswith(
         "no effect in the expected direction has an interval that leaves out 0; the largest is L0H0"
     )
+    unclear = frame.mask(frame["head"] == 1, frame.assign(low=-1.0, high=9.0))
+    said = effect_command_base.best_of(Table(unclear, Provenance("patch")), "a")
+    listed, skipped = said.split(". Larger than some of ")
+    assert "H1" not in listed and skipped == "these, but with an interval that holds 0: L0H1 4.00 [-1.00, 9.00]"
     shared = pd.concat([frame, frame[frame["head"] == 0].assign(head=8)])
     assert effect_command_base.best_of(Table(shared, Provenance("patch")), "a").count("5.00 [") == 1, (
         "of heads with one key head"

@@ -65,6 +65,16 @@ def test_verdicts_are_on_the_right_answer_above_the_wrong_one_where_each_prompt_
     edit = ac.Ablate(found.named_heads, how="mean", baseline=ac.ablation_baseline(model, deciding))
     expected = ac.evaluate(model, deciding, metrics=["choice_accuracy"], edits=[edit]).where(kind="first", offset=None)
     assert necessary.value == pytest.approx(expected.frame["value"].item())
+    ablations = found.evidence.set_ablations
+    for value, low, said in (
+        (1.0, 0.4, "between the two answers accuracy is 1.00, but 12 test prompts are too few to show"),
+        (0.5, 0.4, "between the two answers accuracy is 0.50, no better than a guess (0.5): the model does not solve"),
+        (1.0, 0.6, ""),
+    ):
+        frame = ablations.frame.assign(value=value, low=low)
+        guessing = replace(found, evidence=replace(found.evidence, set_ablations=replace(ablations, frame=frame)))
+        told = [warning for warning in guessing.warnings if warning.startswith("between the two answers")]
+        assert len(told) == bool(said) and all(warning.startswith(said) for warning in told)
 
 
 def test_what_cannot_be_localized(random_hf_model, char_tokenizer):

@@ -110,6 +110,12 @@ def test_the_headline_goes_from_the_answer_to_the_largest_effect_to_one_caveat(l
     large = tuple(replace(each, large=True) for each in localization.unnamed)
     assert f" {len(large)} heads have a large effect and no role." in headline_of(replace(nothing, unnamed=large))
     patched: Any = effects.frame
+    first = patched["value"].abs() == patched["value"].abs().max()
+    wide = replace(effects, frame=patched.assign(low=patched["low"].where(~first, -1.0)))
+    unclear = headline_of(replace(nothing, evidence=replace(nothing.evidence, patching_effects=wide)))
+    assert "The largest effect of a single head whose interval leaves out 0 is that of " in unclear
+    clear, larger = unclear.split(" Larger, but with an interval that holds 0: ")
+    assert f"{head} (" not in clear and f"{head} {row['value']:.2f} [-1.00, {row['high']:.2f}]" in larger
     none = replace(effects, frame=patched.assign(low=-1.0, high=1.0))
     quiet = replace(nothing, evidence=replace(nothing.evidence, patching_effects=none))
     assert "No single head is shown to bring" in headline_of(quiet)

@@ -16,7 +16,7 @@ from refusals import raised, refused
 from scipy import stats
 
 from align_circuits.run.baseline_metrics import baseline_table
-from align_circuits.tables import intervals
+from align_circuits.tables import baselines, intervals
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table, with_level
 
@@ -314,6 +314,25 @@ def test_normalized_effects_are_ratios_of_means_over_prompts(direction, verb, tm
     refused("the per-prompt values were left out", Table.load(tmp_path).normalized)
     (table - table).save(tmp_path)
     assert Table.load(tmp_path).baselines is None, "those of an earlier table go"
+
+
+def test_an_interval_that_holds_a_guess_says_that_prompts_are_too_few_and_not_that_the_model_guesses():
+    """The number that would be needed is that at which the interval of the same values leaves the guess out."""
+    for value, low, high, n, said in (
+        (1.0, 0.48, 1.0, 5, "but 5 groups are too few .* better than a guess \\(0.5\\): .* about 6 would be needed"),
+        (0.6, 0.4, 0.8, 10, "but 10 groups are too few .* about 41 would be needed"),
+        (0.5, 0.3, 0.7, 10, "no better than a guess \\(0.5\\): the model does not solve these prompts"),
+        (0.2, 0.1, 0.3, 10, "no better than a guess"),
+    ):
+        row = {"value": value, "low": low, "high": high}
+        said_of_row = baselines.unsolved(row, 0.5, n, "groups")
+        assert re.match(said, said_of_row) and (("does not solve" in said_of_row) == (value <= 0.5))
+    assert not baselines.unsolved({"value": 0.9, "low": 0.6, "high": 1.0}, 0.5, 9, "prompts")
+    exact = [intervals.proportion(np.ones((1, n)), np.ones((1, n)))[0].item() for n in (5, 6)]
+    assert exact[0] < 0.5 < exact[1]
+    above = with_baselines("denoise", [-3.9, -3.5, -4.1, -4.2, -3.8, -4.0], [-4.6, -4.4, -4.5, -4.7, -4.4, -4.5])
+    (warning,) = above.warnings
+    assert re.search(r"log_prob is -3\S* \[.*\], but 6 prompts are too few", warning) and "solve" not in warning
 
 
 def test_effects_without_a_meaning_are_noted():
