@@ -44,7 +44,7 @@ class Localize(SweepVerb):
     def measure(self, results: Results) -> None:
         """Measures and writes."""
         model, prompts, corrupted = self.prepare()
-        _, limits = self._smallest_p_values(prompts, corrupted)
+        tested, limits = self._smallest_p_values(prompts, corrupted)
         print(f"{self.model}: {len(prompts)} prompts, half to choose candidates, half to test them")
         print(
             "smallest p-values that these allow: " + ", ".join(f"{role} {p:.2g}" for role, p in limits.items()),
@@ -72,7 +72,8 @@ class Localize(SweepVerb):
         if (more := len(result.unnamed) - MAX_UNNAMED) > 0:
             print(f"  and {more} more, which the report names")
         print("\n" + "\n".join(f"{name}: {numbers}" for name, numbers in baselines_in_words(result).items()))
-        print(f"\n{headline_of(result)}")
+        told = hopeless_notes(tested, limits, Thresholds().fdr)  # before the run
+        print("\n" + "\n".join(line for line in headline_of(result).split("\n") if line not in told))
         result = replace(result, table=replace(result.table, provenance=self.provenance_of(result.table)))
         save_localization(result, results.new, facts=self.facts)
         print(f"\nreport: {results.folder / 'report.html'}")

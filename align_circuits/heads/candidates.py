@@ -130,15 +130,32 @@ def hopeless_notes(prompts: Prompts, smallest: Mapping[str, float], fdr: float) 
         return []
     told = NAMELESS if hopeless == smallest else f"{UNNAMEABLE} for {' and '.join(hopeless)}"
     allowed = " and ".join(f"{p:.2g} ({role})" for role, p in hopeless.items())
-    relations = {role: prompts.relations[role] for role in hopeless}
-    in_order = [role for role, relation in relations.items() if relation.exchangeable and fixed_rank(relation)]
-    remedies = [f"Vary the order of the candidates of {' and '.join(in_order)}."] * bool(in_order)
-    remedies += ["Take more prompts or candidates."] * (len(in_order) < len(hopeless))
-    remedies += ["Scores and effects of heads are measured all the same."] * (hopeless == smallest)
+    measured = " Scores and effects of heads are measured all the same." * (hopeless == smallest)
     return [
         f"{told}: the smallest p-value that these prompts allow is {allowed}, and a name needs {fdr:g}. "
-        f"{' '.join(remedies)}"
+        f"{remedies(prompts, [*hopeless])}{measured}"
     ]
+
+
+def remedies(prompts: Prompts, roles: Sequence[str]) -> str:
+    """Returns which prompts allow smaller p-values for these roles, by what the null of each redraws, in sentences."""
+    relations = {role: prompts.relations[role] for role in roles}
+    in_order = [role for role, relation in relations.items() if relation.exchangeable and fixed_rank(relation)]
+    by_distance = [role for role in roles if role == "previous"]
+    by_prompt = [role for role, relation in relations.items() if relation.exchangeable or redraws_tokens(prompts, role)]
+    by_place = [
+        role
+        for role, relation in relations.items()
+        if role in ALIGNERS or (role not in (*by_prompt, *by_distance) and in_one_place(relation, prompts))
+    ]
+    others = [role for role in roles if role not in (*in_order, *by_distance, *by_place)]
+    advice = {
+        "Vary the order of the candidates of {}.": in_order,
+        "For {} take longer texts, or a relation of your own: its p-value is among distances back.": by_distance,
+        "Take more candidates for {}: its p-value is among them, not among prompts.": by_place,
+        "Take more prompts or candidates for {}.": others,
+    }
+    return " ".join(sentence.format(" and ".join(of)) for sentence, of in advice.items() if of)
 
 
 def position_notes(prompts: Prompts, roles: Sequence[str], unranked: Sequence[str] = ()) -> list[str]:

@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from markupsafe import Markup
 
-from align_circuits.heads.candidates import ALIGNERS
+from align_circuits.heads.candidates import ALIGNERS, remedies
 from align_circuits.heads.heads_without_role import LARGE_EFFECT
 from align_circuits.heads.interchange_interventions import HEAD
 from align_circuits.heads.localization import SHOWN, Localization, unnamed_sentences
@@ -209,13 +209,15 @@ def _smallest_p(localization: Localization) -> str:
     """For which roles without a head a single one could hardly be named, since no p-value can be small enough."""
     fdr, table = localization.thresholds.fdr, localization.table.frame
     tested = table["metric"].tolist().count("q")
-    out_of_reach = [
-        f"{p:.2g} for {role}"
+    out_of_reach = {
+        role: f"{p:.2g} for {role}"
         for role, p in localization.task.smallest_p.items()
         if not localization.heads_by_role[role] and p <= fdr < p * tested
-    ]
-    part = _TEXTS["parts"]["smallest_p"].format(p=" and ".join(out_of_reach), tested=tested, fdr=fdr)
-    return part if out_of_reach else ""
+    }
+    if not out_of_reach:
+        return ""
+    values, advice = " and ".join(out_of_reach.values()), remedies(localization.prompts, [*out_of_reach])
+    return _TEXTS["parts"]["smallest_p"].format(p=values, tested=tested, fdr=fdr, remedies=advice)
 
 
 def _few_controls(verdicts: Sequence[Verdict]) -> str:

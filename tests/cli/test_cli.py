@@ -349,6 +349,19 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
     assert "same: all " in capsys.readouterr().out
 
 
+def test_that_no_head_can_be_named_is_printed_once_and_stands_in_the_report(tmp_path, capsys):
+    file = tmp_path / "short.jsonl"
+    texts = ["kAmnB", "kCpqD", "jEmoF", "hGnlH", "iApkC", "oBmjE", "qDlhA", "nFkiG"]
+    file.write_text("\n".join(json.dumps({"text": text, "answer": text[1]}) for text in texts))
+    out = tmp_path / "out"
+    options = ["--model", "toy-llama", "--prompts", str(file), "--n-controls", "0"]
+    assert main(["localize", *options, "--out", str(out)]) == 0
+    printed, note = capsys.readouterr().out, "No head can be named for"
+    assert printed.count(note) == 1 and printed.index(note) < printed.index("smallest p-values that these allow")
+    assert "For previous take longer texts" in printed
+    assert note in (out / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_localize_reports_heads_that_stand_in_for_each_other(tmp_path):
     arguments = ["--n", "12", "--x-len", "3", "--n-examples", "2", "--n-controls", "0", "--redundant"]

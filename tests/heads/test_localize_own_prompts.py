@@ -10,8 +10,9 @@ from refusals import raised, refused
 from torch import Tensor
 
 import align_circuits as ac
+from align_circuits.heads.candidates import hopeless_notes, remedies
 from align_circuits.heads.evidence import judged
-from align_circuits.heads.permutation_tests import fixed_rank, p_values
+from align_circuits.heads.permutation_tests import fixed_rank, p_values, smallest_p_values
 from align_circuits.report import save_localization
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
@@ -75,6 +76,23 @@ def test_verdicts_are_on_the_right_answer_above_the_wrong_one_where_each_prompt_
         guessing = replace(found, evidence=replace(found.evidence, set_ablations=replace(ablations, frame=frame)))
         told = [warning for warning in guessing.warnings if warning.startswith("between the two answers")]
         assert len(told) == bool(said) and all(warning.startswith(said) for warning in told)
+
+
+def test_what_would_allow_smaller_p_values_depends_on_what_is_redrawn():
+    """Distances back for `previous`, candidates where all prompts share their keys, prompts for a relation by name."""
+    draw = np.random.default_rng(0)
+    prompts = ac.Prompts.from_tokens(draw.permuted(np.tile(np.arange(5, 11), (40, 1)), axis=1).tolist())
+    (note,) = hopeless_notes(prompts, smallest_p_values(prompts, ["previous"]), 0.05)
+    assert "allow is 0.5 (previous), and a name needs 0.05. For previous take longer texts, or a relation" in note
+    assert "more prompts" not in note.lower()
+    longer = ac.Prompts.from_tokens(draw.permuted(np.tile(np.arange(5, 65), (4, 1)), axis=1).tolist())
+    assert not hopeless_notes(longer, smallest_p_values(longer, ["previous"]), 0.05)
+    pairs = [(row, 5, [1 + row % 2]) for row in range(3)]
+    own = ac.Relation.from_pairs(pairs, prompts=prompts[:3], candidates=[1, 2])
+    fixed = ac.Relation.from_pairs([(row, 5, [1]) for row in range(3)], prompts=prompts[:3])
+    both = prompts[:3].with_relations(own=own, fixed=fixed)
+    assert remedies(both, ["own"]) == "Take more prompts or candidates for own."
+    assert remedies(both, ["fixed"]).startswith("Take more candidates for fixed: its p-value is among them, not")
 
 
 def test_what_cannot_be_localized(random_hf_model, char_tokenizer):
