@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from align_circuits.cli.command_base import counted
 from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb
 from align_circuits.cli.folders import Results
 from align_circuits.heads.ablate import ablate_heads
@@ -34,7 +35,7 @@ class Ablate(EffectVerb):
             table,
             prompts,
             self.metric,
-            how=f"{len(prompts)} prompts, {self.how} ablation, change of {self.metric}",
+            how=f"{counted(prompts)}, {self.how} ablation, change of {self.metric}",
             title=f"Heads of {self.model} ablated",
             what=f"Change of {IN_WORDS[self.metric]} when one head is ablated ({replaced_by})",
             but="A head whose work others take over shows no change: ablate such heads together.",

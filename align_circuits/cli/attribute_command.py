@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from align_circuits.circuits.head_attribution import HeadMethod, attribute_heads
+from align_circuits.cli.command_base import counted
 from align_circuits.cli.effect_command_base import IN_WORDS, OF_TARGETS, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
 
@@ -38,7 +39,7 @@ class Attribute(EffectVerb):
             table,
             pair,
             self.metric,
-            how=f"{len(pair.clean)} pairs, {self.direction}, {self.method} of {self.metric}",
+            how=f"{counted(pair.clean, 'pairs')}, {self.direction}, {self.method} of {self.metric}",
             title=f"Heads of {self.model}: attribution",
             what=f"{what}, estimated by {METHODS[self.method]}",
             but=f"{self.corruption} Check the best ones with align-circuits patch, which is exact.",

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -179,8 +180,12 @@ class PromptVerb(Verb):
         return load_task(self.own_task)
 
     def provenance_of(self, table: Table) -> Provenance:
-        """The provenance of a table that the verb writes, with what tells the code of a task of the user's own."""
+        """The provenance of a table that the verb writes, with what tells the code of a task of the user's own.
+
+        And with what was warned of when prompts were read.
+        """
         made = super().provenance_of(table)
+        made = replace(made, data={**made.data, "warnings": self.doubts}) if self.doubts else made
         if self.own_task is None:
             return made
         task = {
@@ -189,6 +194,11 @@ class PromptVerb(Verb):
             "identity": identity_of_task(self.source),
         }
         return replace(made, data={**made.data, "task": task})
+
+    @cached_property
+    def doubts(self) -> list[str]:
+        """What was warned of when the file of prompts was read; empty before."""
+        return []
 
     @property
     def count(self) -> int:
@@ -247,7 +257,12 @@ class PromptVerb(Verb):
         if self.prompts is None:
             clean, corrupted = sampled(source, self.count, model.tokenizer, self.seed), None
         else:
-            clean, corrupted = Prompts.from_jsonl(self.prompts, model.tokenizer)
+            with warnings.catch_warnings(record=True) as doubts:
+                warnings.simplefilter("always")
+                clean, corrupted = Prompts.from_jsonl(self.prompts, model.tokenizer)
+            for doubt in doubts:
+                warnings.warn_explicit(doubt.message, doubt.category, doubt.filename, doubt.lineno)
+            self.doubts[:] = [str(doubt.message) for doubt in doubts]
             if self.n is not None and not 1 <= self.n <= (count := len(clean)):
                 raise ValueError(f"--n {self.n}: {str(self.prompts)!r} has {count} prompts; give 1 to {count}")
             clean, corrupted = clean[: self.n], None if corrupted is None else corrupted[: self.n]
@@ -304,13 +319,16 @@ class PromptVerb(Verb):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the report says on top: how many prompts, and the command that repeats the run."""
+        """What the report says on top: how many prompts, what was warned of, the command that repeats the run."""
         number = str(self.count)
         if self.prompts is not None:
-            lines = sum(map(bool, map(str.strip, self.prompts.read_text(encoding="utf-8").split("\n"))))
-            number = f"{self.n or f'all {lines}'} of {self.prompts}"
+            columns, lines = read_jsonl(self.prompts)
+            number = f"{self.n or f'all {len(lines)}'} of {self.prompts}"
+            if "group" in columns:
+                number += f", in {len({*columns['group'][: self.n]})} groups"
         task = {} if self.own_task is None else {"task": self.own_task}
-        return {**task, "prompts": number, "command": command_line(self.verb, self, type(self)())}
+        doubts = {"warning": " ".join(f"{doubt}." for doubt in self.doubts)} if self.doubts else {}
+        return {**task, "prompts": number, **doubts, "command": command_line(self.verb, self, type(self)())}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
@@ -330,6 +348,11 @@ class PromptVerb(Verb):
                 given = {key: tuple(old) if isinstance(old, list) else old for key, old in values[name].items()}
                 values[name] = type(getattr(default, name))(**given)
         return replace(default, **values)
+
+
+def counted(prompts: Prompts, what: str = "prompts") -> str:
+    """Returns how many prompts there are, and groups of related ones, over which intervals are."""
+    return f"{len(prompts)} {what}" + ("" if prompts.group is None else f" in {prompts.n_groups} groups")
 
 
 def _is_first(targets: pd.DataFrame) -> Any:

@@ -99,7 +99,7 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
         ending = f", {site}" if site else ""
         shares = of_all.normalized().frame["value"] if table.is_paired else None
         told = shares is not None and bool(shares.notna().any())
-        note = f"The largest effects, up or down, with 95% intervals over prompts.{NORMALISED if told else ''}"
+        note = f"The largest effects, up or down, with 95% intervals over {table.unit}.{NORMALISED if told else ''}"
         drawn = plots.top_heads(of_all, [metric], _count_apart(of_all), by="absolute", normalized=told)
         yield f"What matters most{ending}", note, drawn
         of_heads = "head" in set(of_all.frame["level"])

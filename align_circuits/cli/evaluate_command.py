@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from align_circuits.cli.command_base import PromptVerb, accuracy_sections, distinct, interval
+from align_circuits.cli.command_base import PromptVerb, accuracy_sections, counted, distinct, interval
 from align_circuits.cli.folders import Results
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import answers, evaluate
@@ -33,10 +33,14 @@ class Evaluate(PromptVerb):
         chosen: list[Metric] = [*dict.fromkeys(("accuracy", *(self.metrics or ())))]
         table = evaluate(model, prompts, metrics=chosen if self.metrics else None, options=self.options)
         shown = distinct(table)
+        print(f"{self.model}: {counted(prompts)}; 95% intervals over {table.unit}\n")
         print(_readable(shown))
         rows = table.where(metric="accuracy", kind="all", offset=None).frame
         accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}
-        sections: list[Section] = [*accuracy_sections(table), ("All numbers", "", shown)]
+        sections: list[Section] = [
+            *accuracy_sections(table),
+            ("All numbers", f"With 95% intervals over {table.unit}.", shown),
+        ]
         if self.prompts is not None or self.own_task is not None:
             answered: Any = answers(model, prompts, options=self.options)
             before = [
@@ -52,7 +56,8 @@ class Evaluate(PromptVerb):
             rows = wrong.head(5).to_dict("records")
             print("".join(f"\n  {row['answer']!r}, not {row['target']!r}: {row['text']}" for row in rows))
             answered = answered.sort_values(["right", "p"], kind="stable").head(200)
-            page = answered.to_html(index=False, border=0, float_format="{:.2f}".format)
+            quoted = answered.assign(**{name: answered[name].map(repr) for name in ("answer", "target")})  # " " is seen
+            page = quoted.to_html(index=False, border=0, float_format="{:.2f}".format)
             note = "What the model answers after each text: wrong answers first. p: the probability of the right token."
             sections.insert(-1, ("Answers", note, f'<div class="wide">{page}</div>'))
         summary = f"{accuracy['model']} of all target tokens are correct"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from align_circuits.cli.command_base import head_value
+from align_circuits.cli.command_base import counted, head_value
 from align_circuits.cli.folders import Results
 from align_circuits.cli.sweep_command_base import SweepVerb
 from align_circuits.heads.candidates import hopeless_notes
@@ -45,7 +45,7 @@ class Localize(SweepVerb):
         """Measures and writes."""
         model, prompts, corrupted = self.prepare()
         tested, limits = self._smallest_p_values(prompts, corrupted)
-        print(f"{self.model}: {len(prompts)} prompts, half to choose candidates, half to test them")
+        print(f"{self.model}: {counted(prompts)}, half to choose candidates, half to test them")
         print(
             "smallest p-values that these allow: " + ", ".join(f"{role} {p:.2g}" for role, p in limits.items()),
             flush=True,

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from align_circuits.cli.command_base import counted
 from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
 from align_circuits.heads.patch import patch_heads, patch_sites
@@ -69,7 +70,7 @@ class Patch(EffectVerb):
             table,
             pair,
             self.metric,
-            how=f"{len(pair.clean)} pairs, {self.direction}, change of {self.metric}",
+            how=f"{counted(pair.clean, 'pairs')}, {self.direction}, change of {self.metric}",
             title=f"{'Layers' if chosen == 'each' else 'Heads'} of {self.model} patched",
             what=f"Change of {IN_WORDS[self.metric]} when {description} is patched from {into} prompts",
             but=self.corruption,

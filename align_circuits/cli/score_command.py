@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from align_circuits.cli.command_base import METRICS, PromptVerb, accuracy_sections, first_token, head_value
+from align_circuits.cli.command_base import METRICS, PromptVerb, accuracy_sections, counted, first_token, head_value
 from align_circuits.cli.folders import Results
 from align_circuits.heads.candidates import position_notes
 from align_circuits.heads.one_pass import score_and_evaluate
@@ -55,11 +55,11 @@ class Score(PromptVerb):
         ) * some_low
         roles = getattr(model, "roles", None)
         print(
-            f"{self.model}: {len(prompts)} prompts of {prompts.inputs.shape[1]} tokens, "
+            f"{self.model}: {counted(prompts, f'prompts of {prompts.inputs.shape[1]} tokens')}, "
             f"{table.provenance.engine} engine"
         )
         width = max(12, *map(len, best))
-        print(f"\n  {'metric':<{width}} best heads (95% interval over prompts{'; planted role' if roles else ''})")
+        print(f"\n  {'metric':<{width}} best heads (95% interval over {table.unit}{'; planted role' if roles else ''})")
         for metric, rows in best.items():
             heads = "   ".join(head_value(row, roles) for _, row in rows.iterrows())
             print(f"  {metric:<{width}} {heads or 'no head scores above 0'}")
@@ -69,7 +69,9 @@ class Score(PromptVerb):
         task = self.source if self.prompts is None else as_task(prompts)
         right = f"{task.target_name} is correct in {first_token(accuracy)} of cases."
         references = [name for name in dict.fromkeys(accuracy.frame["predictor"]) if name != "model"]
-        note = f"With 95% intervals over prompts, beside references: {', '.join(references)}." if references else ""
+        note = (
+            f"With 95% intervals over {table.unit}, beside references: {', '.join(references)}." if references else ""
+        )
         self.finish(
             results,
             table,
@@ -86,7 +88,7 @@ class Score(PromptVerb):
                 *accuracy_sections(accuracy, note),
                 (
                     "The best heads",
-                    f"The highest scores, with 95% intervals over prompts{of_attending}.",
+                    f"The highest scores, with 95% intervals over {table.unit}{of_attending}.",
                     plots.top_heads(_attending(table, ranked), metrics),
                 ),
                 (

@@ -123,7 +123,7 @@ def _sections(localization: Localization) -> Iterator[Section]:
     if localization.redundant:
         yield _section("Redundant heads", redundant_table(localization))
     if heads:  # else all is said by the accuracy at the top
-        yield _section("Accuracy without them", drawn["ablation"])
+        yield _section("Accuracy without them", drawn["ablation"], unit=localization.table.unit)
     if localization.verdicts:
         verdicts = _table(verdict_rows(localization.verdicts), "wrapped")
         asked = any(verdict.smallest for verdict in localization.verdicts)

@@ -548,6 +548,33 @@ def test_a_run_on_a_file_is_repeated_from_any_folder(pairs_file, tmp_path, monke
     assert "same: all " in capsys.readouterr().out
 
 
+def test_groups_and_warnings_of_a_file_stand_in_what_is_printed_and_in_the_report(tmp_path, capsys):
+    file, warned = tmp_path / "related.jsonl", "1 of 8 texts, such as line 3: the text ends with a space and the answer"
+    lines = [{"text": f"k{a}mnop{a}", "answer": a, "group": index // 2} for index, a in enumerate("ABCDEFGH")]
+    lines[2] |= {"text": "kCmnopC ", "answer": " C"}
+    file.write_text("\n".join(map(json.dumps, lines)))
+    for verb, said in (
+        ("evaluate", "toy-llama: 8 prompts in 4 groups; 95% intervals over groups"),
+        ("score", "best heads (95% interval over groups)"),
+        ("ablate", "toy-llama: 8 prompts in 4 groups, mean ablation"),
+    ):
+        out = tmp_path / verb
+        with pytest.warns(UserWarning, match=warned):
+            assert main([verb, "--model", "toy-llama", "--prompts", str(file), "--out", str(out)]) == 0
+        assert said in capsys.readouterr().out
+        page, data = (out / "report.html").read_text(encoding="utf-8"), Table.load(out).provenance.data
+        assert f"<dt>Warning</dt><dd>{warned}" in page and data["warnings"][0].startswith(warned)
+        assert f"all 8 of {file}, in 4 groups</dd>" in page and data["groups"] == 4
+        assert "95% intervals over groups" in page and "over prompts" not in page
+        assert ("<td>&#x27;A&#x27;</td>" in page or "<td>'A'</td>" in page) == (verb == "evaluate"), "as it is printed"
+    with pytest.warns(UserWarning, match=warned):
+        assert (
+            main(["score", "--model", "toy-llama", "--prompts", str(file), "--n", "4", "--out", str(tmp_path / "n")])
+            == 0
+        )
+    assert f"4 of {file}, in 2 groups</dd>" in (tmp_path / "n" / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.fixture
 def pairs_file(tmp_path):
     """Eight lines: a symbol, and the same symbol again behind an arrow."""
