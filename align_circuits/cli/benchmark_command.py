@@ -102,14 +102,14 @@ class Benchmark(Verb):
 
 def _without_wide_intervals(table: Table) -> Table:
     """The table without intervals of means over fewer than `FEWEST_WITH_INTERVAL` circuits."""
-    frame: Any = table.frame.copy()
+    frame = table.frame.copy()
     frame.loc[frame["n"] < FEWEST_WITH_INTERVAL, ["low", "high"]] = np.nan
     return replace(table, frame=frame)
 
 
 def _answer(table: Table, circuits: int) -> str:
     """Which method ranks heads best, with its mean AUROC, and which comes next."""
-    over_roles: Any = table.where(trait="circuits", at="all", role="all", metric="auroc").frame
+    over_roles = table.where(trait="circuits", at="all", role="all", metric="auroc").frame
     best, *others = over_roles.sort_values("value", ascending=False, kind="stable").to_dict("records")
     interval = "" if isnan(best["low"]) else f" [{best['low']:.2f}, {best['high']:.2f}]"
     rank = f" best of {len(over_roles)} methods" if others else ""

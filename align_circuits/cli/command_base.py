@@ -337,7 +337,9 @@ class PromptVerb(Verb):
         known = {option.name for option in fields(cls)} - {"out", "overwrite"}
         if unknown := sorted(settings.keys() - known - {"out", "overwrite"}):
             raise ValueError(f"{unknown[0]!r} is no option of {default.verb}: it was written by another version")
+        # A run of an earlier version has no settings for later options: these keep their defaults.
         known &= settings.keys()
+        # Tuples were written as lists, since JSON has no others.
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value := settings[name], list) else value for name in known
         }

@@ -61,7 +61,7 @@ class Compare(Verb):
             why = "with 95% intervals over the same prompts" if paired else without
             summary += f" Differences are B minus A, {why}."
         print(f"A: {self.first}\nB: {self.second}\n\n{summary}\n")
-        numbers: Any = differing.frame
+        numbers = differing.frame
         heading, note = "Numbers that differ", "The largest differences first; value, low and high are of B minus A."
         if opposite:
             numbers = numbers.drop(columns=[*VALUES]).sort_values("A", key=abs, ascending=False, kind="stable")
@@ -118,7 +118,8 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
     keys = [key for key in first.keys if key in second.keys]
     first, second = (table.with_keys(keys) for table in (first, second))
     numbers = [table.frame[[*keys, "value", "n"]].assign(row=np.arange(len(table))) for table in (first, second)]
-    both: Any = numbers[0].merge(numbers[1], on=keys, suffixes=("_a", "_b"))
+    # An inner merge: the summary tells how many rows one run has alone.
+    both = numbers[0].merge(numbers[1], on=keys, suffixes=("_a", "_b"))
     if not len(both):
         apart = [key for key in keys if not {*first.frame[key]} & {*second.frame[key]}]
         values = [f"{key} ({', '.join(str(table.frame[key].iloc[0]) for table in (first, second))})" for key in apart]
@@ -126,12 +127,12 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
             "the runs have no row in common: compare runs that measure the same heads or targets"
             + (f"; these differ in {', '.join(values)}" if values else "")
         )
-    frame: Any = both[keys].assign(A=both["value_a"], B=both["value_b"], value=both["value_b"] - both["value_a"])
+    frame = both[keys].assign(A=both["value_a"], B=both["value_b"], value=both["value_b"] - both["value_a"])
     frame = frame.assign(low=float("nan"), high=float("nan"), n=both[["n_a", "n_b"]].min(axis=1))
     try:
         common = [table._rows(both[row].to_numpy()) for table, row in ((first, "row_a"), (second, "row_b"))]
         exact = (common[1] - common[0]).frame[[*keys, "low", "high"]]
-        frame = frame.drop(columns=["low", "high"]).merge(exact, on=keys)[[*keys, "A", "B", *VALUES]]
+        frame = frame.drop(columns=["low", "high"]).merge(exact, on=keys).loc[:, [*keys, "A", "B", *VALUES]]
     except ValueError:
         pass  # such as patches in different directions: no intervals
     frame = frame.sort_values("value", key=lambda values: values.abs(), ascending=False, kind="stable")
@@ -166,7 +167,7 @@ def _are_opposite(table: Table, first: Table, second: Table) -> bool:
 
 def _best_end_of(run: Table, metric: str) -> End:
     """Which end of a metric matters most in a run."""
-    of_metric: Any = run.frame[run.frame["metric"] == metric]
+    of_metric = run.frame.loc[run.frame["metric"] == metric]
     direction = {"direction": of_metric["direction"].iloc[0]} if "direction" in run.keys else {}
     return best_end(run.provenance.verb, run.provenance.settings, {"metric": metric, **direction})
 
@@ -174,14 +175,14 @@ def _best_end_of(run: Table, metric: str) -> End:
 def _in_one_alone(table: Table, first: Table, second: Table) -> Iterator[str]:
     """Yields what only one of two runs measured, such as a metric or some heads, in a sentence a run."""
     for name, run, other in (("A", first, second), ("B", second, first)):
-        compared: Any = run.frame if "kind" in other.keys else run.of_all_targets().frame
+        compared = run.frame if "kind" in other.keys else run.of_all_targets().frame
         alone: list[str] = []
         for key in run.keys:
             if key in ("layer", "head"):
                 continue
             both = (other.frame if key in other.keys else compared)[key]
             alone += [f"{key} {value}" for value in run.frame[key].dropna().unique() if value not in set(both)]
-            compared = compared[compared[key].isin(both)]
+            compared = compared.loc[compared[key].isin(both)]
         if more := len(compared) - len(table):
             alone.append(f"effects of other heads ({more})")
         if alone:

@@ -62,10 +62,10 @@ class Each(Verb):
             )
         tables = [_table_of(run, rows) for run, rows in zip(runs, done.rows, strict=True)]
         frames = [table.frame.assign(**_keys(run)) for table, run in zip(tables, runs, strict=True)]
-        rows: Any = pd.concat(frames, ignore_index=True)
+        rows = pd.concat(frames, ignore_index=True)
         keys = [*_keys(runs[0]), *(column for column in tables[0].frame if column not in VALUES)]
         provenance = Provenance("each", self.settings, model={}, data={})
-        table = Table(rows[[*keys, *(column for column in rows if column not in keys)]], provenance)
+        table = Table(rows.loc[:, [*keys, *(column for column in rows if column not in keys)]], provenance)
         sections: list[Section] = [("Runs", "Each has a report of its own.", _links(runs, results))]
         if len(self.seeds) > 1:
             means = table.over_seeds()
@@ -89,7 +89,7 @@ class Each(Verb):
                 f"{refused[0]} behind the verb: each run has its own; give it, or --models and --seeds, to each"
             )
         wanted = [*product(self.models or (None,), self.variants, self.seeds)]
-        names = [_folder_name(*each) for each in wanted]
+        names = [_folder_name(*run) for run in wanted]
         for (model, variant, seed), name in zip(wanted, names, strict=True):
             if names.count(name) > 1:  # "a/b" and "a-b"
                 name += "_" + sha256(repr((model, variant)).encode()).hexdigest()[:8]
@@ -133,8 +133,10 @@ def run_once(
     printed, complaint = StringIO(), StringIO()
     with redirect_stdout(printed), redirect_stderr(complaint):
         arguments = _arguments(command, model, variant, run_seed)
+        # A killed job may have left results of its own in the folder.
         status = main([*arguments, "--overwrite", "--out", folder])
     if status != 0:
+        # The error is the last line; warnings may stand above it.
         said = complaint.getvalue().strip().splitlines() or [f"exit status {status}"]
         raise RuntimeError(said[-1].removeprefix(f"{PROGRAM}: "))
     with replacing(Path(folder) / OUTPUT) as temporary:
@@ -156,10 +158,10 @@ def _options(variant: str) -> list[str]:
 def _contents(path: Path) -> str:
     """A hash of a file, or of the files of a folder."""
     sha = sha256()
-    for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if each.is_file():
-            with each.open("rb") as file:
-                sha.update(str(each).encode() + file_digest(file, "sha256").digest())
+    for entry in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if entry.is_file():
+            with entry.open("rb") as file:
+                sha.update(str(entry).encode() + file_digest(file, "sha256").digest())
     return sha.hexdigest()[:16]
 
 

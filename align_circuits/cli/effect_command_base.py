@@ -206,6 +206,7 @@ def _apart_from_zero(rows: Any) -> list[Any]:
     Of heads with one effect, since they share keys and values, the first.
     """
     shown = rows[~_holds_zero(rows)]
+    # 0 is no less than a share of 0: without the first test effects that are all nothing would be listed.
     shown = shown[(shown["value"] != 0) & (shown["value"].abs() >= LEAST_SHARE * rows["value"].abs().max())]
     shared = [key for key in ("site", "layer", "position", "positions", "value", "low", "high") if key in rows]
     return [row for _, row in shown.drop_duplicates(shared).iterrows()]

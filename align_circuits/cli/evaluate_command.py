@@ -68,8 +68,8 @@ class Evaluate(PromptVerb):
 
 def _readable(table: Table) -> str:
     """The rows of a table in columns: the predictor if there are several, the metric, the targets, the value, and n."""
-    frame: Any = table.frame
-    offsets: Any = frame["offset"]
+    frame = table.frame
+    offsets = frame["offset"]
     printed = pd.DataFrame(
         {
             "predictor": frame["predictor"],

@@ -45,12 +45,14 @@ class Rerun(Verb):
         else:
             self._verb(before, results.folder)(results)
             after = Table.load(results.new)
+        # Before all numbers, which would differ for this reason alone.
         if (old := before.provenance.data.get("digest")) != (new := after.provenance.data.get("digest")):
             return f"the prompts have changed since the first run, {old} -> {new}: their numbers do not compare"
         first, second = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
         if len(first) != len(second) or (np.isnan(first) != np.isnan(second)).any():
             return f"the rows differ: {len(first)} in the first run, {len(second)} in this one; compare the tables"
         differ = np.flatnonzero(first != second) if len(first) else np.array([], int)
+        # NaN differs even from NaN.
         differ = differ[~np.isnan(first[differ])]
         if len(differ):
             most = differ[np.abs(second - first)[differ].argmax()]
@@ -104,6 +106,7 @@ class Rerun(Verb):
             )
         try:
             verb = repeated.from_settings({**settings, "own_task": self.task} if own else settings, folder)
+            # The settings come from a file, past the parser that checks options.
             for option, kind in get_type_hints(repeated).items():
                 check_argument(name, option, getattr(verb, option), kind)
         except (TypeError, ValueError, KeyError, AttributeError) as error:

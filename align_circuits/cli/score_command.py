@@ -112,9 +112,9 @@ def _ranked(table: Table, metric: str) -> Any:
 
     Heads below `LEAST_ATTENTION` come last; the index is the place by score alone.
     """
-    rows: Any = table.top(metric, len(table)).frame.reset_index(drop=True)
-    shares: Any = table.frame[table.frame["metric"] == f"{metric}_attention"]
-    rows = rows.join(shares.set_index(["layer", "head"])["value"].rename("attention"), on=["layer", "head"])
+    rows = table.top(metric, len(table)).frame.reset_index(drop=True)
+    shares = table.frame.loc[table.frame["metric"] == f"{metric}_attention"].set_index(["layer", "head"])
+    rows = rows.join(shares[["value"]].rename(columns={"value": "attention"}), on=["layer", "head"])
     return rows.loc[_low(rows).sort_values(kind="stable").index]
 
 

@@ -849,7 +849,7 @@ def next_token_targets(
     *,
     phrase: Int[Tensor, " target"] | int = 0,
     offset: Int[Tensor, " target"] | int = 0,
-    kind: Any = "later",
+    kind: str | ndarray = "later",
 ) -> pd.DataFrame:
     """Returns a table of targets, `TARGET_COLUMNS`: each token is predicted at the position before it."""
     columns = (prompt, query_pos, query_pos + 1, token, phrase, offset, kind)

@@ -93,6 +93,7 @@ class AttentionView:
         mask = torch.zeros(len(self.tokens), len(self.tokens), dtype=torch.bool)
         for row, query in enumerate(shown.query.tolist()):
             if query >= self.start:
+                # Keys before the first token that is drawn fall into the column that sums all earlier ones.
                 for key in shown.keys_of(row):
                     mask[query - self.start + extra, max(0, key - self.start + extra)] = True
         return mask
@@ -105,6 +106,7 @@ class AttentionView:
             name: The id of the widget, which no other element of the page may have; by default one drawn at random.
         """
         settings = {
+            # Three decimals, since every number is written out in the page.
             "attention": ((self.pattern.nan_to_num() * 1000).round() / 1000).tolist(),
             "tokens": self.tokens,
             "attentionHeadNames": [describe([head]) for head in self.rows],
@@ -206,4 +208,5 @@ def start_of(prompt: Prompts, examples: int) -> int:
 def circuitsvis_script() -> str:
     """Returns CircuitsVis's script, from its package, so that the page loads nothing from the network."""
     script = files("circuitsvis").joinpath("dist/cdn/iife.js").read_text(encoding="utf-8")
+    # An end tag in one of the script's texts would end the script; its source map would be fetched from the network.
     return script.replace("</script", "<\\/script").rsplit("//# sourceMappingURL=", 1)[0]

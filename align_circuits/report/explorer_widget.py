@@ -30,21 +30,22 @@ class Explorer(AnyWidget):
 
     _esm = files("align_circuits.report").joinpath("templates/explorer.js").read_text(encoding="utf-8")
 
-    prompt: Any = traitlets.Int(0).tag(sync=True)
+    prompt = traitlets.Int(0).tag(sync=True)
     """The prompt, counted from 0."""
-    relation: Any = traitlets.Unicode().tag(sync=True)
+    relation = traitlets.Unicode().tag(sync=True)
     """The relation whose keys are framed."""
-    row: Any = traitlets.Int(0).tag(sync=True)
+    row = traitlets.Int(0).tag(sync=True)
     """Which of the relation's queries the attention comes from, counted from 0; beyond the last: the last."""
-    head: Any = traitlets.Any("").tag(sync=True)
+    # Not Unicode, since it may be set as a pair of layer and head, too: `_check` turns that into a name.
+    head = traitlets.Any("").tag(sync=True)
     """The head whose attention is drawn, such as `"L2H3"`."""
-    ablated: Any = traitlets.List().tag(sync=True)
+    ablated = traitlets.List().tag(sync=True)
     """The heads that are ablated together, to their mean over like tokens (`ablation_baseline`)."""
-    choices: Any = traitlets.Dict(read_only=True).tag(sync=True)
+    choices = traitlets.Dict(read_only=True).tag(sync=True)
     """What can be chosen: the number of prompts, the relations, the rows of the chosen one, the heads."""
-    shown: Any = traitlets.Unicode(read_only=True).tag(sync=True)
+    shown = traitlets.Unicode(read_only=True).tag(sync=True)
     """The page as HTML."""
-    stand_in: Any = traitlets.Unicode(read_only=True).tag(sync=True)
+    stand_in = traitlets.Unicode(read_only=True).tag(sync=True)
     """The id of the same page beside the widget, which the widget hides where a kernel lets it run."""
 
     def __init__(
@@ -54,6 +55,7 @@ class Explorer(AnyWidget):
         self._means: dict[int, Mapping[str, Tensor]] = {}
         self._names = [describe([head]) for head in heads]
         self._relations = list(relations)
+        # Only now, since setting traits runs `_check`, which reads what stands above.
         super().__init__(relation=self._relations[0], head=self._names[0])
         self.set_trait("stand_in", f"explorer-{uuid4().hex}")
         self.observe(self._show, ["prompt", "relation", "row", "head", "ablated"])

@@ -176,19 +176,20 @@ def _largest_effect(localization: Localization) -> str:
     Heads with a larger effect whose interval holds 0 are named beside it.
     """
     effects = localization.evidence.patching_effects.where(kind="all", metric="log_prob")
-    frame: Any = effects.frame.assign(share=effects.normalized().frame["value"].to_numpy())
-    measured = frame if "estimated" not in frame else frame[~frame["estimated"].astype(bool)]
+    frame = effects.frame.assign(share=effects.normalized().frame["value"].to_numpy())
+    measured = frame if "estimated" not in frame else frame.loc[~frame["estimated"].astype(bool)]
     apart = (measured["low"] > 0) | (measured["high"] < 0)
-    frame, unclear = measured[apart], measured[~apart].sort_values("value", key=abs, ascending=False)
+    frame, unclear = measured.loc[apart], measured.loc[~apart].sort_values("value", key=abs, ascending=False)
     if not len(frame):
         return "No single head is shown to bring any of the clean prompts' answer back when it is patched."
     row = frame.loc[frame["value"].abs().idxmax()]
     head = (int(row["layer"]), int(row["head"]))
     roles = [role for role, heads in localization.heads_by_role.items() if head in heads]
     does = "brings back" if row["value"] > 0 else "takes away"
+    # A fall is told by its size, which turns the ends of its interval round.
     low, high = sorted(abs(row[end]) for end in ("low", "high"))
     of_all = "" if np.isnan(row["share"]) else f", {abs(row['share']):.0%} of the difference to the corrupted prompts"
-    unclear = unclear[unclear["value"].abs() > abs(row["value"])]
+    unclear = unclear.loc[unclear["value"].abs() > abs(row["value"])]
     shown = [
         f"{describe([(int(row['layer']), int(row['head']))])} {row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
         for row in unclear.head(SHOWN).to_dict("records")
@@ -209,6 +210,7 @@ def _smallest_p(localization: Localization) -> str:
     """For which roles without a head a single one could hardly be named, since no p-value can be small enough."""
     fdr, table = localization.thresholds.fdr, localization.table.frame
     tested = table["metric"].tolist().count("q")
+    # A single name among the tested candidates needs p <= fdr / tested (Benjamini and Hochberg).
     out_of_reach = {
         role: f"{p:.2g} for {role}"
         for role, p in localization.task.smallest_p.items()
@@ -226,6 +228,7 @@ def _few_controls(verdicts: Sequence[Verdict]) -> str:
     if not few:
         return ""
     count, alpha = min(len(draws) for verdict in few for draws in verdict.controls.values()), few[0].alpha
+    # p is 1 / (1 + draws) at least. A rounding error above a whole number would ask for a draw too many.
     needed = ceil(1 / alpha - 1e-9) - 1
     return _TEXTS["parts"]["few"].format(count=count, p=1 / (1 + count), alpha=alpha, needed=needed)
 
@@ -331,10 +334,11 @@ def unnamed_table(localization: Localization) -> Html:
 
 def interchange_table(localization: Localization) -> Html:
     """Returns the sets of heads and the single heads that carry most of the answer, each with a verdict."""
-    verdicts: Any = localization.interchange_verdicts
-    single = verdicts[verdicts["patched"] == HEAD].nlargest(MAX_SINGLE, "value")
+    verdicts = localization.interchange_verdicts
+    assert verdicts is not None  # a report has this section only where interventions were asked for
+    single = verdicts.loc[verdicts["patched"] == HEAD].nlargest(MAX_SINGLE, "value")
     rows = []
-    for row in pd.concat([verdicts[verdicts["patched"] != HEAD], single]).to_dict("records"):
+    for row in pd.concat([verdicts.loc[verdicts["patched"] != HEAD], single]).to_dict("records"):
         name = {"named": "all named heads"}.get(row["patched"], row["patched"])
         controls = f"{row['n_controls']:.0f} random sets {row['controls']:.2f} at most, p = {row['p']:.2g}"
         rows.append(

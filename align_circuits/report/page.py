@@ -154,10 +154,8 @@ def _block(heading: str, note: str, content: Content | Sequence[Content]) -> dic
 def _drawn(content: Content, name: str, heading: str, note: str) -> Html:
     """A content as HTML; a figure's own ids are made of `name`, so that the same results give the same page."""
     if isinstance(content, Table):
-        frame: Any = content.frame.dropna(axis=1, how="all")
-        same = [
-            key for key in content.keys if key in frame and len(frame) > 1 and frame[key].nunique(dropna=False) == 1
-        ]
+        frame = content.frame.dropna(axis=1, how="all")
+        same = [key for key in content.keys if key in frame and len(frame) > 1 and len(frame[key].unique()) == 1]
         in_all = ", ".join(f"{key} {frame[key].iloc[0]}" for key in same)
         frame = frame.drop(columns=same)
         rows = frame.head(MAX_ROWS).to_html(index=False, float_format=_decimals, na_rep="–", border=0)

@@ -1,7 +1,6 @@
 """Figures of accuracy: by kind of target, with heads ablated, and as grids."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -50,11 +49,11 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
         table: What `evaluate` returned.
         title: Above the figure.
     """
-    frame: Any = table.where(metric="accuracy", offset=None).frame
-    frame = frame[frame["kind"].isin(kinds_of(frame))]
+    frame = table.where(metric="accuracy", offset=None).frame
+    frame = frame.loc[frame["kind"].isin(kinds_of(frame))]
     figure = go.Figure()
     for index, predictor in enumerate(("model", *REFERENCES)):
-        rows = frame[frame["predictor"] == predictor]
+        rows = frame.loc[frame["predictor"] == predictor]
         if rows.empty:
             continue
         style = marker(index, 13 if predictor == "model" else 10)
@@ -75,14 +74,14 @@ def ablation(set_ablations: Table, title: str = "") -> go.Figure:
         set_ablations: Of a `Localization`, with the key columns `ablated`, `draw`, `kind` and `metric`.
         title: Above the figure.
     """
-    frame: Any = set_ablations.frame.dropna(subset=["value"])  # NaN: not measured
+    frame = set_ablations.frame.dropna(subset=["value"])  # NaN: not measured
     kinds, names = kinds_of(frame), [*dict.fromkeys(frame["ablated"])]
-    frame = frame[frame["kind"].isin(kinds)]
+    frame = frame.loc[frame["kind"].isin(kinds)]
     sets = [name for name in _ABLATED if name in names] + [name for name in names if name not in _ABLATED]
     slot = 0.84 / len(sets)
     figure = go.Figure()
     for index, ablated in enumerate(sets):
-        rows, dots, main = frame[frame["ablated"] == ablated], ablated in _DRAWN, ablated in _ABLATED
+        rows, dots, main = frame.loc[frame["ablated"] == ablated], ablated in _DRAWN, ablated in _ABLATED
         x = np.array([kinds.index(kind) for kind in rows["kind"]]) + (index - (len(sets) - 1) / 2) * slot
         if dots:
             draw = rows["draw"].to_numpy(dtype=float)

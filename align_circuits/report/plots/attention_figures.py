@@ -27,6 +27,7 @@ def attention_maps(attention: AttentionView, relation: str | None = None, title:
         future = np.triu(np.ones((size, size), dtype=bool), 1)
         hover = "%{customdata[0]} to %{customdata[1]}: %{z:.3f}"
         blank = np.where(future, np.nan, pattern.round(3))
+        # Cells by number and not by token: plotly would merge the columns of a token that occurs twice.
         figure.add_trace(cells(blank, None, None, hover, None, customdata=text), **panel)
         if relation is not None:
             query, key = attention.key_mask(relation).nonzero().T.tolist()

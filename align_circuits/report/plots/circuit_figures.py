@@ -1,7 +1,6 @@
 """Figures of circuits: effects of edges, and the faithfulness of subgraphs."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -58,12 +57,14 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
     """
     figure = go.Figure()
     for index, (name, table) in enumerate(tables.items()):
-        frame: Any = table.where(metric="faithfulness").frame
+        frame = table.where(metric="faithfulness").frame
+        # The axis is logarithmic, and 0 has no place there.
         rows = frame[(frame["circuit"] == "edges") & (frame["fraction"] > 0)]
         style = marker(index, 8)
         figure.add_trace(points(rows, x=rows["fraction"], mode="lines+markers", name=plain(name), marker=style))
-    sets: Any = pd.concat([table.where(metric="faithfulness").frame for table in tables.values()])
-    sets = sets[sets["circuit"] != "edges"].drop_duplicates("circuit")
+    sets = pd.concat([table.where(metric="faithfulness").frame for table in tables.values()])
+    # A set of heads is the same circuit in every table, however its edges were scored.
+    sets = sets.loc[sets["circuit"] != "edges"].drop_duplicates("circuit")
     if len(sets):
         named = points(
             sets,

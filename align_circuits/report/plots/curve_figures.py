@@ -66,6 +66,7 @@ def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") ->
         figure.add_trace(points(rows, along="x", y=plain_list(rows[row]), **style))
     names = plain_list(dict.fromkeys(frame[row]))
     figure.update_xaxes(title=plain(label), side="top")
+    # In this order, or series that lack a row would change it; turned round, since plotly begins at the bottom.
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], tickson="boundaries")
     figure.update_layout(scattermode="group", scattergap=0.3)
     drawn = styled(figure, title, height=130 + 46 * len(names))

@@ -94,7 +94,7 @@ def head_maps(
     if not len(known):
         raise ValueError(f"no head has a value of {', '.join(map(str, panels))}: there is nothing to draw")
     signed = bool(unit) or bool((known < 0).any())
-    bound = max(float(np.abs(known).max(initial=0)), 0.0 if unit else 1.0) or 1.0
+    bound = max(float(np.abs(known).max(initial=0)), 0.0 if unit else 1.0) or 1.0  # a scale of no width shows nothing
     named = [CAPTIONS.get(panel, panel) if captions else "" for panel in panels]
     of_a_row = 150 + 16 * min(layers, 32)  # in pixels
     figure, panels_at = panel_grid(named, GAP / of_a_row, "head", horizontal_spacing=0.07)
@@ -150,9 +150,11 @@ def top_heads(
     figure, panels = panel_grid(captions, 0.28, horizontal_spacing=0.09)
     for index, (metric, panel) in enumerate(zip(metrics, panels, strict=True)):
         top = table.top(metric, n, by=by)
+        # Turned round: plotly draws the first category at the bottom.
         best, names = top.frame[::-1], _names(top.frame)
         if normalized:
             shares = top.normalized().frame["value"]
+            # Plus 0, or a small fall would be printed as -0%.
             shares = [f" ({round(share, 2) + 0.0:.0%})" if np.isfinite(share) else "" for share in shares]
             names = [f"{name}{share}" for name, share in zip(names, shares, strict=True)]
         dots = points(
@@ -195,7 +197,7 @@ def _one_row_per_head(table: Table, by: str) -> Any:
     """The rows of single heads, one for each."""
     table = table.of_all_targets()
     table.check_not_mixed()
-    frame: Any = table.heads().frame if {"layer", "head"} <= set(table.keys) else table.frame[:0]
+    frame = table.heads().frame if {"layer", "head"} <= set(table.keys) else table.frame.iloc[:0]
     if not len(frame):
         levels = " and ".join(sorted(set(table.frame["level"]))) if "level" in table.keys else "unknown"
         raise ValueError(
@@ -204,7 +206,7 @@ def _one_row_per_head(table: Table, by: str) -> Any:
         )
     if frame.duplicated(["layer", "head"]).any():
         further = [key for key in table.keys if key not in ("level", "layer", "head", by)]
-        several = [key for key in further if frame[key].nunique(dropna=False) > 1] or further
+        several = [key for key in further if len(frame[key].unique()) > 1] or further
         raise ValueError(f"several rows per head: choose one value of {' and '.join(several)} with .where(...) first")
     return frame
 

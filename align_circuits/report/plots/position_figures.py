@@ -44,7 +44,7 @@ def position_map(
     """
     keys = ["site", "layer", "position"]
     table = table.of_all_targets()
-    frame: Any = table.frame
+    frame = table.frame
     if missing := [key for key in keys if key not in frame]:
         raise ValueError(
             f"no key column {missing[0]!r} in this table of {table.provenance.verb!r}: give one of patch_sites"
@@ -60,7 +60,7 @@ def position_map(
     positions = list(dict.fromkeys(frame["position"]))
     raw = _labels(positions, prompts)
     labels = plain_list(raw)
-    rows_of = {site: _rows(frame[frame["site"] == site]) for site in dict.fromkeys(frame["site"])}
+    rows_of = {site: _rows(frame.loc[frame["site"] == site]) for site in dict.fromkeys(frame["site"])}
     layers = sorted({layer for rows in rows_of.values() for layer in rows if layer != WITHOUT_LAYER})
     shown = {site: list(rows) if WITHOUT_LAYER in rows else layers for site, rows in rows_of.items()}
     heights = [24 + 18 * min(len(rows), 32) for rows in shown.values()]
@@ -74,9 +74,10 @@ def position_map(
         vertical_spacing=40 / height,
     )
     for panel, (site, rows) in enumerate(shown.items(), start=1):
-        of_site = frame[frame["site"] == site]
+        of_site = frame.loc[frame["site"] == site]
         of_site = of_site.assign(row=of_site["layer"].map(_row))
         z, *ends = interval_grids(of_site, ("row", rows), ("position", positions))
+        # As objects, or numpy would make texts of the numbers, which the hover text rounds.
         details = np.stack([*ends, np.tile(np.array(labels), (len(rows), 1))], -1, dtype=object)
         hover = f"{plain(site)} of layer %{{y}} at %{{customdata[2]}}: %{{z:.3f}} "
         hover += "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
@@ -90,6 +91,7 @@ def position_map(
         range=[-0.5, size - 0.5],
         showgrid=False,
     )
+    # Not numbers, since a site outside the layers has a row as well.
     figure.update_yaxes(type="category", title="layer", showgrid=False)
     known = frame["value"].dropna().to_numpy(dtype=float)
     bound = float(np.abs(known).max(initial=0)) or 1.0
