@@ -333,9 +333,12 @@ def _in_a_sentence(verb: type[Any], error: str) -> str:
         return f"{wrong[2]} {wrong[1]}: {did_you_mean(wrong[1], names)}choose one of {', '.join(names)}"
     if wrong := re.match(r"Missing value for argument '(.*?)'. Expected (\d+)", said):
         return f"{wrong[1]}: give {'a value' if wrong[2] == '1' else f'{wrong[2]} values'}"
-    if wrong := re.match(r"Unrecognized options: ([^\s,]+)", said):
-        known = re.findall(r"^  (--[\w-]+)", _help_of(verb.__name__.lower(), everything=True), re.MULTILINE)
-        return f"no option {wrong[1]}: {did_you_mean(wrong[1], known)}--help all lists the options"
+    if wrong := re.match(r"Unrecognized options: ([^\s,=]+)", said):
+        name = verb.__name__.lower()
+        known = {each: re.findall(r"^  (--[\w-]+)", _help_of(each, everything=True), re.MULTILINE) for each in VERBS}
+        others = [each for each in VERBS if wrong[1] in known[each]]
+        meant = f"an option of {' and '.join(others)}; " if others else did_you_mean(wrong[1], known[name])
+        return f"no option {wrong[1]} of {name}: {meant}--help all lists the options"
     said = re.sub(r"^Error parsing \w+: ", "", said)  # of options that begin with no dash
     return re.sub(rf"^Missing from {PROGRAM} \w+: (\S+) (.*)\. \(required\)", r"missing \1: \2", said)
 

@@ -22,6 +22,8 @@ def load_task(name: str) -> Task:
     if not _is_task(kind):
         what = f"has no {attribute}" if kind is None else f"has {attribute}, which is no Task"
         tasks = names_in(found, lambda value: _is_task(value) or isinstance(value, Task))
+        if not module:
+            module, what = name, f"is a file: name one of its tasks, as {name}:Name"
         known = f"it has {tasks}" if tasks else "write one, a subclass of align_circuits.Task"
         raise ValueError(f"--task {name}: {module} {what}; {known}")
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):

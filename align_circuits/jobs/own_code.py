@@ -16,12 +16,14 @@ def load_own(option: str, name: str) -> tuple[ModuleType, Any]:
 
     Args:
         option: The option that the name was given for, such as `--task`.
-        name: `package.module:name` or `path/file.py:name`.
+        name: `package.module:name` or `path/file.py:name`; a file alone holds nothing under its name.
 
     Raises:
         ValueError: The name has another form, or its module cannot be imported.
     """
     module, colon, attribute = name.rpartition(":")
+    if not colon and name.endswith(".py"):
+        return _imported(f"{option} {name}", name), None
     if not (module and colon and attribute.isidentifier()):
         raise ValueError(f"{option} {name}: give package.module:name or path/file.py:name")
     imported = _imported(f"{option} {name}", module)

@@ -53,8 +53,8 @@ def localizer(name: str) -> Localizer:
 
 
 def is_own(name: str) -> bool:
-    """Returns whether a method is named by the module or file of its function."""
-    return ":" in name
+    """Returns whether a method is named by the module or file of its function, or by a file alone."""
+    return ":" in name or name.endswith(".py")
 
 
 def edge_localizer(name: str) -> EdgeLocalizer:
@@ -93,6 +93,7 @@ def _of_a_file(name: str) -> Any:
     functions = names_in(module, lambda value: isinstance(value, FunctionType))
     *_, function = name.rpartition(":")
     what = f"has no {function}" if found is None else f"has {function}, which is no function"
+    what = what if ":" in name else f"is a file: name one of its functions, as {name}:name"
     known = f"it has {functions}" if functions else "write one that takes a model and a pair and returns scores"
     raise ValueError(f"--methods {name}: {module.__name__} {what}; {known}")
 
@@ -110,7 +111,9 @@ def scores_of(name: str, model: HookedModel, pair: Pair, roles: Sequence[str]) -
     except Exception as error:  # whatever the user's code raises
         if name in METHODS:
             raise
-        raised_in = traceback.extract_tb(error.__traceback__)[-1]
+        calls, code = traceback.extract_tb(error.__traceback__), getattr(method, "__code__", None)
+        own = [call for call in calls if code is not None and call.filename == code.co_filename]
+        raised_in = (own or calls)[-1]  # where the user's code was, not the library that it called
         where = f"{raised_in.filename}, line {raised_in.lineno}"
         raise ValueError(f"the method {name!r} raised {type(error).__name__}: {error} ({where})") from error
     return scores_by_role(name, scores, model, roles)

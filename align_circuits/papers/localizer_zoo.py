@@ -319,7 +319,7 @@ def auroc_figure(table: Table, at: str = "all") -> go.Figure:
     heat = table.where(trait="circuits", at=at, metric="auroc").frame
     wide = heat.pivot_table(index="method", columns="role", values="value")
     wide = wide.loc[_methods(table), [*CIRCUIT_ROLES, "all"]]
-    return auroc_map(wide.rename(columns=lambda role: role.replace("_", " ")), "role", 150 + 26 * len(wide))
+    return auroc_map(wide.rename(columns=lambda role: role.replace("_", " ")), "role", 110 + 26 * len(wide))
 
 
 def auroc_map(wide: pd.DataFrame, label: str, height: int) -> go.Figure:
@@ -339,10 +339,10 @@ def auroc_map(wide: pd.DataFrame, label: str, height: int) -> go.Figure:
             zmax=1,
             colorscale="Viridis",
             texttemplate="%{z:.2f}",
-            colorbar={"title": "AUROC"},
+            showscale=False,  # the cells have numbers, and a bar would be as low as few rows are
         )
     )
-    grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title=label, height=height)
+    grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title=label, height=height, margin={"t": 20})
     return grid
 
 

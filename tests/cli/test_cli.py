@@ -20,6 +20,7 @@ import align_circuits as ac
 from align_circuits.cli import effect_command_base, main, score_command
 from align_circuits.cli.command_base import PromptVerb
 from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
+from align_circuits.papers.localizer_zoo import auroc_figure
 from align_circuits.report.page import MAX_BYTES, packed
 from align_circuits.tables.calls import Call
 from align_circuits.tables.provenance import Provenance
@@ -192,7 +193,8 @@ def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypa
         (["--state-range", "3", "b"], "--state-range 3 b: give whole numbers ("),
         (["--state-range", "3"], "--state-range: give 2 values ("),
         (["--n"], "--n: give a value ("),
-        (["--modle", "toy-llama"], "no option --modle: did you mean '--model'? "),
+        (["--modle", "toy-llama"], "no option --modle of score: did you mean '--model'? "),
+        (["--direction=noise"], "no option --direction of score: an option of patch and attribute; --help all"),
     ],
 )
 def test_an_impossible_task_or_option_is_refused(arguments, message, capsys):
@@ -386,6 +388,8 @@ def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path
     assert '<h2 id="auroc-by-role">' in page and "AUROC, align query" in page and 'border="1"' not in page
     assert "attention of .5&#39; names each head" in page and "heads that follow no role; it should be .05" in page
     assert saved.frame[["low", "high"]].isna().to_numpy().all(), "no interval of fewer than five circuits"
+    (cells,) = auroc_figure(saved).data
+    assert cells.texttemplate and not cells.showscale, "the cells have numbers: a bar as low as two rows says nothing"
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
 
 
@@ -404,6 +408,9 @@ def flat(model, pair):
 
 def broken(model, pair):
     return 1 / 0
+
+def inside(model, pair):
+    return np.reshape(np.zeros(3), 5)
 """
 
 
@@ -425,10 +432,12 @@ def test_benchmark_takes_a_function_of_a_file(tmp_path, capsys, monkeypatch):
     for name, message in {
         "flat": r"the method 'own_methods.py:flat' returned an array of shape \(7,\) for '\w+': give a number for",
         "broken": r"the method 'own_methods.py:broken' raised ZeroDivisionError: .*own_methods.py, line 15\)",
-        "of_layer": "own_methods has no of_layer; it has of_a_layer, flat, broken",
+        "inside": r"'own_methods.py:inside' raised ValueError: .*own_methods.py, line 18\)",  # numpy raises it
+        "": "name one of its functions, as own_methods.py:name; it has of_a_layer, flat, broken, inside",
+        "of_layer": "own_methods has no of_layer; it has of_a_layer, flat, broken, inside",
         "LAYER": "own_methods has LAYER, which is no function; it has of_a_layer",
     }.items():
-        assert main([*wanted, f"own_methods.py:{name}"]) == 2
+        assert main([*wanted, f"own_methods.py:{name}".removesuffix(":")]) == 2
         error = capsys.readouterr().err
         assert re.search(message, error) and error.count("\n") == 1
     sys.modules.pop("own_methods")

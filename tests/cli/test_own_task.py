@@ -122,6 +122,11 @@ def test_each_runs_anew_once_the_code_of_the_task_has_changed(tiny, file):
     ("options", "message"),
     [
         (["--task", "follow_task"], "give package.module:name or path/file.py:name"),
+        (
+            ["--task", "follow_task.py"],
+            "name one of its tasks, as follow_task.py:Name; it has Follow, WithLetters, Unf",
+        ),
+        (["--task", "no_such_file.py"], "there is no file no_such_file.py"),
         (["--task", "no_such_module:Follow"], "no module 'no_such_module' can be imported; run it from the folder"),
         (["--task", "no_such_file.py:Follow"], "there is no file no_such_file.py"),
         (["--task", "follow_task.py:Folow"], "has no Folow; it has Follow, WithLetters, Unfinished, first_half"),
