@@ -165,7 +165,7 @@ class Seq2SeqTask(TranslationTask):
 
     @checked
     def sample(self, n: int, tokenizer: Tokenizer | None = None, seed: int = 0, references: bool = True) -> Prompts:
-        """Draws prompts whose targets are the letters of the test example; see `labels.targets_and_relations`.
+        """Draws prompts whose targets are the letters of the test example; see `gold_relations.targets_and_relations`.
 
         The first prompts of a seed are the same however many are drawn.
 
