@@ -219,6 +219,9 @@ def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
                 record[name] = [list(head_of(head)) for head in value] if name == "heads" else list(value)
             elif isinstance(value, Tensor) or (name == "values" and value):
                 record[name] = _digest(value)
+            elif name == "baseline" and value is not None:
+                by = value.by if isinstance(value.by, str) else list(value.by)
+                record[name] = {"by": by, "digest": _digest({**value.means, **value.values})}
         records.append(record)
     return {"edits": records} if records else {}
 

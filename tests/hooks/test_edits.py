@@ -1,6 +1,7 @@
 """Edits beside hooks written by hand: one prompt at a time, without padding, one position after the other."""
 
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -854,6 +855,12 @@ def test_provenance_tells_edits_apart(models):
     assert Provenance.from_json(scored.provenance.to_json()) == scored.provenance
     assert ac.evaluate(model, EQUAL).provenance.settings == measured
     assert evaluated.provenance.engine == "fast", "the pattern is clamped inside the attention function"
+    by_baseline = {
+        json.dumps(ac.evaluate(model, EQUAL, edits=[ac.Ablate([(0, 1)], baseline=baseline)]).provenance.settings)
+        for prompts in (EQUAL, replace(EQUAL, inputs=EQUAL.inputs.roll(1, 1)))
+        for baseline in (ablation_baseline(model, prompts), ablation_baseline(model, prompts, by="position"))
+    }
+    assert len(by_baseline) == 4, "a mean is told by what it was measured on"
 
 
 EIGHT = dict.fromkeys("abcdefgh", torch.zeros(1))
