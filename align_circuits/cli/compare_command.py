@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,10 @@ SHOWN = 10
 """The rows that are printed; the report has more and the table all."""
 
 IN_REPORT = 100
-"""The rows of both runs in a report without differences."""
+"""The rows of both runs in a report at most."""
+
+COST = "cost"
+"""The metric of `benchmark` that a clock measures, and that differs between any two runs."""
 
 EFFECTS = {"patch", "attribute", "ablate"}
 """The verbs whose numbers are effects of heads."""
@@ -30,10 +33,10 @@ EFFECTS = {"patch", "attribute", "ablate"}
 class Compare(Verb):
     """Puts two runs side by side."""
 
-    first: tyro.conf.Positional[Path]
-    """A folder that a verb wrote."""
-    second: tyro.conf.Positional[Path]
-    """Another one, of the same verb; patch, attribute and ablate also stand beside each other."""
+    first: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH_A")]
+    """The first run, a folder that a verb wrote."""
+    second: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH_B")]
+    """The second run, of the same verb; patch, attribute and ablate also stand beside each other."""
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
@@ -65,7 +68,9 @@ class Compare(Verb):
         heading, note = "Numbers that differ", "The largest differences first; value, low and high are of B minus A."
         if opposite:
             numbers = numbers.drop(columns=[*VALUES]).sort_values("A", key=abs, ascending=False, kind="stable")
-            heading, note = "Numbers of both runs", f"The {IN_REPORT} largest of A first; the table has all."
+            heading, note = "Numbers of both runs", "The largest of A first."
+        if len(numbers) > IN_REPORT:
+            note += f" These are {IN_REPORT} of {len(numbers):,}; table.csv has all."
         first_rows = "largest of A" if opposite else "largest differences"
         shown = {"settings that differ": settings, "claims": claims, first_rows: numbers.head(SHOWN)}
         sections: list[Section] = [
@@ -73,7 +78,8 @@ class Compare(Verb):
             *([("Claims", "How each claim stands in both runs.", _html(claims))] if len(claims) else []),
         ]
         if len(differing):
-            sections.append((heading, note, _html(numbers.head(IN_REPORT)) if opposite else differing))
+            in_all, varied = _folded(numbers.head(IN_REPORT))
+            sections.append((heading, f"{note} {in_all}".strip(), _html(varied, "wide")))
         if of_two_verbs:  # whose settings differ anyway
             shown, sections = dict(reversed(shown.items())), sections[::-1]
         texts = {name: _printed(rows) for name, rows in shown.items() if len(rows)}
@@ -91,13 +97,23 @@ class Compare(Verb):
 
 
 def _printed(rows: pd.DataFrame) -> str:
-    """Rows in columns, without those that are empty, after a line with the keys that are the same in all rows."""
+    """Rows in columns, after a line with the keys that are the same in all rows of numbers."""
+    in_all, rows = _folded(rows) if "n" in rows or "metric" in rows else ("", rows)
+    printed = rows.to_string(index=False, float_format=_digits, na_rep="–")
+    return f"{in_all}\n{printed}" if in_all else printed
+
+
+def _folded(rows: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """A sentence with the keys that are the same in all rows, and the rows without these and without empty columns."""
     rows = rows.dropna(axis=1, how="all")
-    keys = [name for name in rows if name not in ("A", "B", *VALUES)] if "level" in rows and len(rows) > 1 else []
+    keys = [name for name in rows if name not in ("A", "B", *VALUES)] if len(rows) > 1 else []
     same = [name for name in keys if len({*map(str, rows[name])}) == 1]
     in_all = ", ".join(f"{name} {rows[name].iloc[0]}" for name in same)
-    printed = rows.drop(columns=same).to_string(index=False, float_format="{:.3g}".format, na_rep="–")
-    return f"in all rows: {in_all}\n{printed}" if same else printed
+    return f"In all rows: {in_all}." if same else "", rows.drop(columns=same)
+
+
+def _digits(number: float) -> str:
+    return f"{number:.3g}"
 
 
 def _loaded(folder: Path) -> Table:
@@ -107,7 +123,7 @@ def _loaded(folder: Path) -> Table:
 
 
 def differences(first: Table, second: Table) -> tuple[Table, bool]:
-    """Returns the rows that both tables have, with the difference second minus first, largest first.
+    """Returns the rows that both tables have, with the difference second minus first, largest first; costs come last.
 
     The numbers of both are in the columns `A` and `B`; what is returned beside says whether the intervals are paired.
     """
@@ -135,7 +151,8 @@ def differences(first: Table, second: Table) -> tuple[Table, bool]:
         frame = frame.drop(columns=["low", "high"]).merge(exact, on=keys).loc[:, [*keys, "A", "B", *VALUES]]
     except ValueError:
         pass  # such as patches in different directions: no intervals
-    frame = frame.sort_values("value", key=lambda values: values.abs(), ascending=False, kind="stable")
+    is_cost = frame["metric"] == COST if "metric" in frame else pd.Series(False, index=frame.index)
+    frame = frame.iloc[np.lexsort((-frame["value"].abs(), is_cost))]  # by the last first; NaN comes last
     provenance = Provenance("compare", {"A": asdict(first.provenance), "B": asdict(second.provenance)})
     return Table(frame.reset_index(drop=True), provenance), bool(frame["low"].notna().any())
 
@@ -174,19 +191,20 @@ def _best_end_of(run: Table, metric: str) -> End:
 
 def _in_one_alone(table: Table, first: Table, second: Table) -> Iterator[str]:
     """Yields what only one of two runs measured, such as a metric or some heads, in a sentence a run."""
+    of_parts = len(table) > len(table.of_all_targets())  # else the runs were compared over all targets
     for name, run, other in (("A", first, second), ("B", second, first)):
-        compared = run.frame if "kind" in other.keys else run.of_all_targets().frame
+        compared = run.frame if of_parts else run.of_all_targets().frame
         alone: list[str] = []
         for key in run.keys:
             if key in ("layer", "head"):
                 continue
             both = (other.frame if key in other.keys else compared)[key]
-            alone += [f"{key} {value}" for value in run.frame[key].dropna().unique() if value not in set(both)]
+            alone += [f"{key} {value!r}" for value in run.frame[key].dropna().unique() if value not in set(both)]
             compared = compared.loc[compared[key].isin(both)]
         if more := len(compared) - len(table):
-            alone.append(f"effects of other heads ({more})")
+            alone.append(f"other heads ({more})")
         if alone:
-            yield f"Only {name} has {', '.join(alone)}."
+            yield f"Rows of {name} alone: {', '.join(alone)}."
 
 
 def settings_that_differ(first: Table, second: Table) -> pd.DataFrame:
@@ -234,5 +252,6 @@ def _flat(part: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
             yield f"{name} {key}", value
 
 
-def _html(rows: pd.DataFrame) -> str:
-    return f'<div class="wide wrapped">{rows.to_html(index=False, border=0)}</div>' if len(rows) else "<p>None.</p>"
+def _html(rows: pd.DataFrame, style: str = "wide wrapped") -> str:
+    table = rows.to_html(index=False, border=0, float_format=_digits, na_rep="–")
+    return f'<div class="{style}">{table}</div>' if len(rows) else "<p>None.</p>"

@@ -171,8 +171,8 @@ def _of_sites(table: Table) -> Iterator[tuple[str, Table]]:
 def best_of(table: Table, metric: str) -> str:
     """Returns the five rows that matter most, and of the five largest those in the other direction.
 
-    Rows whose interval holds 0 are left out, but named in the end where they are larger than one that is listed. Heads
-    that share the keys or values of one that is listed are left out.
+    Rows whose interval holds 0 are left out; those of the five largest are named in the end. Heads that share the keys
+    or values of one that is listed are left out.
     """
     ranked, largest = (table.top(metric, len(table), by=by).frame for by in (None, "absolute"))
     sign = 1 if len(ranked) and ranked["value"].iloc[0] >= max(ranked["value"].iloc[-1], 0) else -1
@@ -182,10 +182,9 @@ def best_of(table: Table, metric: str) -> str:
     nearest = "".join(f"; the largest is {head_value(row)}" for _, row in ranked[:1].iterrows())
     none = f"no effect in the expected direction has an interval that leaves out 0{nearest}"
     least = min((abs(row["value"]) for row in [*best, *others]), default=np.inf)
-    larger_rows: Any = largest[_holds_zero(largest) & (largest["value"].abs() > least)]
-    unclear = [head_value(row) for _, row in larger_rows.iterrows()]
-    more = f" and {len(unclear) - 5} more" if len(unclear) > 5 else ""
-    larger = f". Larger than some of these, but with an interval that holds 0: {', '.join(unclear[:5])}{more}"
+    first: Any = largest[:5]
+    unclear = [head_value(row) for _, row in first[_holds_zero(first) & (first["value"].abs() > least)].iterrows()]
+    larger = f". Larger than some of these, but with an interval that holds 0: {', '.join(unclear)}"
     return (", ".join(map(head_value, best)) or none) + against + (larger if unclear else "")
 
 

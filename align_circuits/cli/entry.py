@@ -340,7 +340,10 @@ def _in_a_sentence(verb: type[Any], error: str) -> str:
         meant = f"an option of {' and '.join(others)}; " if others else did_you_mean(wrong[1], known[name])
         return f"no option {wrong[1]} of {name}: {meant}--help all lists the options"
     said = re.sub(r"^Error parsing \w+: ", "", said)  # of options that begin with no dash
-    return re.sub(rf"^Missing from {PROGRAM} \w+: (\S+) (.*)\. \(required\)", r"missing \1: \2", said)
+    said = re.sub(rf"^Missing from {PROGRAM} \w+: (\S+) (.*?)\. \(required\).*", r"missing \1: \2", said)
+    usage = _help_of(verb.__name__.lower(), everything=True).partition("\n")[0]
+    name, *paths = re.sub(r"\[.*?\]", "", usage).split()[2:]
+    return f"{name} takes {' '.join(paths)}; {said}" if len(paths) > 1 else said
 
 
 def _refuse(message: str) -> int:

@@ -1,5 +1,6 @@
 """`compare` puts two runs side by side, with the differences that the tables themselves give."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,13 @@ def test_other_prompts_give_no_interval_and_equal_rows_are_counted(values, tmp_p
     assert len(listed) == 2 and "0.25" in listed[1], "a heading, and the one row that differs"
 
 
+@pytest.mark.parametrize(("given", "missing"), [([], "PATH_A: The first run"), (["a"], "PATH_B: The second run")])
+def test_one_run_alone_is_refused_with_what_the_verb_takes(given, missing, capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", *given])
+    assert f"align-circuits: compare takes PATH_A PATH_B; missing {missing}, " in capsys.readouterr().err
+
+
 def test_what_is_no_run_and_what_measured_something_else_are_refused(values, tmp_path, capsys):
     run(values[0], tmp_path / "a")
     run(values[1], tmp_path / "b", verb="patch")
@@ -92,7 +100,7 @@ def test_estimates_stand_beside_what_they_estimate(values, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.split("\n\n")[1].startswith(
         f"lookup: rank correlation of the effects {rho:.2f} (Spearman, over 3 heads). "
-        "Only A has metric accuracy, kind first. Differences"
+        "Rows of A alone: metric 'accuracy', kind 'first'. Differences"
     )
     assert said.index("largest differences") < said.index("report:") and "numbers are equal" not in said
     assert "with 95% intervals over the same prompts" in said, "though A has another metric too"
@@ -111,18 +119,44 @@ def test_effects_with_opposite_signs_are_ranked_from_the_end_that_matters(values
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "effects 1.00 (Spearman, over 2 heads, the highest effects of A beside the lowest of B)" in said
-    assert "Only A has effects of other heads (1)." in said and "Only B" not in said
+    assert "Rows of A alone: other heads (1)." in said and "of B alone" not in said
     assert "counts as a loss the other counts as a gain" in said and "B minus A" not in said
     in_all, *rows = said.split("largest of A:\n")[1].split("\n\n")[0].splitlines()
-    assert in_all.startswith("in all rows: level head, ") and "metric lookup" in in_all
+    assert in_all.startswith("In all rows: level head, ") and "metric lookup" in in_all
     listed = [line.split() for line in rows]
     assert listed[0][-2:] == ["A", "B"] and abs(float(listed[1][-2])) >= abs(float(listed[2][-2]))
-    assert "Numbers of both runs" in (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
+    page = (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
+    shown = page[page.index("Numbers of both runs") : page.index("Settings that differ")]
+    assert re.findall("<th>(.*?)</th>", shown) == ["head", "A", "B"], "what is the same stands once, above"
+    assert f"<p>The largest of A first. {in_all}</p>" in shown
+    assert all(len(cell.strip("-0.")) <= 3 for cell in re.findall(r"<td>(-?\d\.\d*)</td>", shown))
     settings = said.split("settings that differ:\n")[1].split("\n\n")[0].splitlines()[1:]
     assert [line.split() for line in settings] == [["settings", "how", "–", "mean"]], "sites ['z'] is site z"
     run(np.ones((3, 9)), tmp_path / "b", verb="ablate")
     assert main([*command, "--overwrite"]) == 0
     assert "lookup: no rank correlation, since all effects of a run are equal." in capsys.readouterr().out
+
+
+def test_kinds_of_targets_that_are_not_compared_are_no_other_heads(values, tmp_path, capsys):
+    """Both runs have them, but by other keys the two verbs are compared over all targets."""
+    kinds: Any = pd.concat([HEADS.assign(kind=kind) for kind in ("all", "first")])
+    both = np.concatenate([values[0], values[1]])
+    run(both, tmp_path / "a", verb="patch", heads=kinds.assign(site="z"))
+    run(both, tmp_path / "b", verb="ablate", heads=kinds)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
+    said = capsys.readouterr().out
+    assert "over 3 heads" in said and "alone" not in said
+
+
+def test_of_two_benchmarks_costs_come_last(values, tmp_path, capsys):
+    """A clock measures them, so they differ most and say least."""
+    metrics: Any = pd.DataFrame({"method": ["a", "a", "b"], "metric": ["cost", "auroc", "auroc"]})
+    for name, scale in (("a", 1.0), ("b", 2.0)):
+        run(values[0] * scale * np.array([[100.0], [1.0], [1.0]]), tmp_path / name, verb="benchmark", heads=metrics)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
+    listed = capsys.readouterr().out.split("largest differences:\n")[1].split("\n\n")[0].splitlines()[1:]
+    assert ["cost" in line for line in listed] == [False, False, True]
+    assert Table.load(tmp_path / "both").frame["metric"].tolist() == ["auroc", "auroc", "cost"]
 
 
 def test_of_a_screened_run_what_was_measured_is_compared(values, tmp_path, capsys):
