@@ -1,7 +1,7 @@
 """The second stage of `localize`: effects of single heads, interchange, and accuracy with sets of heads ablated."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from numpy import ndarray
+from torch import Tensor
 
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.heads.candidates import Candidate, causal_p_values, corrected
@@ -24,9 +25,22 @@ from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import WRONG, Prompts
 from align_circuits.run.batch_sizes import CPU_TOKENS
 from align_circuits.run.options import RunOptions
+from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import CHOICE_ACCURACY, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """The first of the prompts that test, and the attention of each named head on it."""
+
+    attention: Mapping[Head, Float[Tensor, "row pos"]] = field(default_factory=dict)
+    """From each of the positions."""
+    positions: list[int] = field(default_factory=list)
+    """The positions of the prompt's test example, and the one before."""
+    pair: Pair | None = None
+    """The prompt and its corrupted partner."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +62,8 @@ class Evidence:
     """Where both prompts of the pairs have answers that are known and differ: `interchange_accuracy` of each
     candidate, of the heads of each role, of all named heads, and of as many random ones (`"random 0"`, ...). Else
     None."""
+    example: Example = Example()
+    """The attention of each named head on one prompt."""
 
 
 def evidence_table(

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
-from torch import Tensor
 
 from align_circuits.heads.candidates import ALIGNERS, NAMELESS, UNNAMEABLE
 from align_circuits.heads.evidence import Evidence
@@ -20,7 +18,6 @@ from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.head_names import Head, describe
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import rendered
-from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import CHOICE_ACCURACY
 from align_circuits.tables.baselines import CHANCE, unsolved, warnings_of
 from align_circuits.tables.tables import Table
@@ -50,18 +47,6 @@ class TaskFacts:
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
-    """The first of the prompts that test, and the attention of each named head on it."""
-
-    attention: Mapping[Head, Float[Tensor, "row pos"]] = field(default_factory=dict)
-    """From each of the positions."""
-    positions: list[int] = field(default_factory=list)
-    """The positions of the prompt's test example, and the one before."""
-    pair: Pair | None = None
-    """The prompt and its corrupted partner."""
-
-
-@dataclass(frozen=True, eq=False)
 class Localization:
     """The heads that `localize` named, with all its evidence."""
 
@@ -81,8 +66,6 @@ class Localization:
     """What a head had to reach."""
     task: TaskFacts = TaskFacts()
     """What the task says of its roles and targets."""
-    example: Example = Example()
-    """The attention of each named head on one prompt."""
     verdicts: tuple[Verdict, ...] = ()
     """Whether the named heads are necessary and whether they suffice, for the first targets of phrases where there are
     such; whether the heads of each role are necessary; and both for the smallest sets that were found on the prompts

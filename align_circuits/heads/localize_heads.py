@@ -18,10 +18,10 @@ from align_circuits.heads.candidates import (
     limits,
     mattering,
 )
-from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, judged, smallest_sets
+from align_circuits.heads.evidence import Evidence, Example, HeadSets, evidence_table, judged, smallest_sets
 from align_circuits.heads.heads_without_role import effects_of_others, unnamed_heads
 from align_circuits.heads.interchange_interventions import answers_differ, interchange_accuracy
-from align_circuits.heads.localization import Example, Localization, TaskFacts
+from align_circuits.heads.localization import Localization, TaskFacts
 from align_circuits.heads.one_pass import score_and_test
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.permutation_tests import smallest_p_values
@@ -206,10 +206,15 @@ def localize(
 
         first = tested[:1]
         positions = example_positions(first)
+        example = Example(
+            attention_from(model, first, named, positions, options),
+            positions.tolist(),
+            Pair(pair.clean[:1], pair.corrupted[:1]),
+        )
         return Localization(
             table,
             heads_by_role,
-            Evidence(patching_effects, ablation_effects, set_ablations, interchanges),
+            Evidence(patching_effects, ablation_effects, set_ablations, interchanges, example),
             tested,
             thresholds,
             TaskFacts(
@@ -218,11 +223,6 @@ def localize(
                 limits(task, tested, roles, smallest_p, thresholds.fdr),
                 smallest_p,
                 task.control_lesson,
-            ),
-            Example(
-                attention_from(model, first, named, positions, options),
-                positions.tolist(),
-                Pair(pair.clean[:1], pair.corrupted[:1]),
             ),
             tuple(verdicts),
             aligners,

@@ -141,7 +141,7 @@ def _sections(localization: Localization) -> Iterator[Section]:
         yield _section("Interchange interventions", interchange_table(localization))
     if attention is not None:
         yield _section("Attention on the test example", attention)
-    pair, prompt = localization.example.pair, localization.prompts[0]
+    pair, prompt = localization.evidence.example.pair, localization.prompts[0]
     drawings = list(_drawings(localization, attention)) if attention is not None else []
     caption = _TEXTS["parts"]["drawings"] if drawings else ""
     shown, heading = (prompt, "A prompt") if pair is None else (pair, "A pair of prompts")
@@ -377,11 +377,11 @@ def redundant_table(localization: Localization) -> Html:
 
 def attention_of(localization: Localization) -> AttentionView | None:
     """Returns the attention of the named heads on the first prompt, at most `MAX_HEADS`; None if there are none."""
-    by_role, patterns = localization.heads_by_role.values(), localization.example.attention
+    by_role, patterns = localization.heads_by_role.values(), localization.evidence.example.attention
     ranks = range(max(map(len, by_role), default=0))
     ordered = dict.fromkeys(heads[rank] for rank in ranks for heads in by_role if rank < len(heads))
     shown = {head: patterns[head] for head in list(ordered)[:MAX_HEADS]}
-    return AttentionView(localization.prompts[0], localization.example.positions, shown) if shown else None
+    return AttentionView(localization.prompts[0], localization.evidence.example.positions, shown) if shown else None
 
 
 def named_heads(localization: Localization) -> Html:

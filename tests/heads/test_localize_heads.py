@@ -112,11 +112,11 @@ def test_numbers_come_from_prompts_that_had_no_part_in_the_search(circuit):
 
 def test_attention_of_named_heads_is_kept_for_the_first_prompt(circuit):
     _, result = circuit
-    assert set(result.example.attention) == set(result.named_heads)
+    assert set(result.evidence.example.attention) == set(result.named_heads)
     head = result.heads("align_query")[0]
     relation = result.prompts[:1].relations["align_query"]
     for row, query in enumerate(relation.query.tolist()):
-        attention = result.example.attention[head][result.example.positions.index(query)]
+        attention = result.evidence.example.attention[head][result.evidence.example.positions.index(query)]
         assert attention.argmax() in relation.keys_of(row)
         torch.testing.assert_close(attention.sum(), torch.tensor(1.0))
 
@@ -156,7 +156,7 @@ def test_thresholds_decide(circuit):
     assert strict.named_heads == []
     assert strict.summary.startswith("No head passes every test. Nearest: ")
     assert "no effect of 100 nats with an interval above 0" in strict.summary
-    assert len(strict.example.attention) == 0
+    assert len(strict.evidence.example.attention) == 0
 
 
 def test_one_distance_cannot_tell_an_aligner():

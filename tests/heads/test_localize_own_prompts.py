@@ -135,7 +135,7 @@ def test_the_attention_that_is_kept_leaves_out_padding(random_hf_model, char_tok
     order = [*range(8), first, *(row for row in range(8, 16) if row != first)]
     assert start[first] > 0
     result = ac.localize(ac.load(random_hf_model("llama"), tokenizer=char_tokenizer), prompts[order], n_controls=0)
-    assert result.example.positions == [*range(int(start[first]), prompts.mask.shape[1])]
+    assert result.evidence.example.positions == [*range(int(start[first]), prompts.mask.shape[1])]
 
 
 def test_p_values_of_named_candidates_are_uniform_on_random_weights(random_hf_model, char_tokenizer):

@@ -15,7 +15,7 @@ import pytest
 
 import align_circuits as ac
 from align_circuits.heads.evidence import Evidence
-from align_circuits.heads.localization import Example, TaskFacts
+from align_circuits.heads.localization import TaskFacts
 from align_circuits.hooks.head_names import describe
 from align_circuits.papers.claims import Check, checks_html
 from align_circuits.papers.statistics import Measured
@@ -190,7 +190,7 @@ def test_the_summary_stands_on_top_and_every_part_follows(page, localization):
     assert headings[2:4] == ["accuracy-without-them", "are-they-necessary-and-do-they-suffice"]
     assert headings[4:7] == ["scores-of-all-heads", "effects-of-single-heads", "interchange-interventions"]
     assert headings[7:] == ["attention-on-the-test-example", "a-pair-of-prompts", "methods"]
-    pair, drawn = localization.example.pair, body[body.index('id="a-pair-of-prompts"') :]
+    pair, drawn = localization.evidence.example.pair, body[body.index('id="a-pair-of-prompts"') :]
     assert pair is not None and pair.to_html() in drawn and pair.clean[:1].texts_at(0) != pair.corrupted[:1].texts_at(0)
     paragraphs = re.findall("<p>", body[: body.index("</div>")])
     assert len(paragraphs) == len(headline_of(localization).split("\n")) == 5, "names, verdicts, effect, caveat"
@@ -224,7 +224,6 @@ def test_a_report_without_any_named_head_says_so(tmp_path, localization):
             ablation_effects=empty(found.ablation_effects),
             set_ablations=found.set_ablations.where(ablated="nothing"),
         ),
-        example=Example(),
     )
     assert attention_of(none) is None
     text = save_localization(none, tmp_path).read_text(encoding="utf-8")
