@@ -88,5 +88,5 @@ aligned = ac.score_heads(model, prompts["standard"])
 aligned.top("align_query", 4)
 
 # %% [markdown]
-# This is the missing alignment link. {doc}`Tuning in context closes it <watch_alignment_emerge>`. The {doc}`model card </model-card>` says how the model was made, and what it
+# This is the missing alignment link. [Tuning in context closes it](watch_alignment_emerge.ipynb). The [model card](../docs/model-card.md) says how the model was made, and what it
 # can and cannot do.

@@ -14,7 +14,7 @@
 # You will see that SmolLM2-135M, a Llama of 30 layers pretrained on English and code, looks up in context and does not align, and that tuning in context (*ICA-Tune*, Agarwal and
 # Sarawagi, 2025) makes heads that do. You will also see how to test what such heads have learned: here a rule that holds at one length of the input alone.
 #
-# The model is a package on your disk: no hub, no GPU. If it is not installed ({doc}`how </your-own-model>`), the bundled `toy-llama` runs instead; the next line says which one
+# The model is a package on your disk: no hub, no GPU. If it is not installed ([how](../docs/your-own-model.md)), the bundled `toy-llama` runs instead; the next line says which one
 # you see. The text is about SmolLM2.
 
 # %%
@@ -58,7 +58,7 @@ ac.plots.accuracy(ac.evaluate(before, prompts["standard"]), "Standard prompts, b
 # ## Tuning
 #
 # `tune` shows the model such prompts and asks for the next letter, nothing else. This call took some fifteen minutes of one core; `reproduce icatune/fig4 --model smollm2` repeats it for three seeds
-# ({doc}`results </results-icatune>`):
+# ([results](../docs/results-icatune.md)):
 #
 #     config = ac.TuneConfig(loss_on="all", steps=400, batch=2, lr=3e-3, warmup=10, alpha=64, dropout=0, projections=("q", "k", "v", "o"), precision="bf16")
 #     run = ac.tune(before, ac.Seq2SeqTask(**shape, task_seed=1), config, seed=1, out="runs/aligned")
@@ -163,5 +163,5 @@ for x_len in (4, 5, 6):
 # %% [markdown]
 # With five symbols the two are the same token. With four and six the best head divides its attention between them, and accuracy falls below the history ceiling: what SmolLM2 learned
 # is bound to the length that it was tuned on. Where phrases have one letter, the symbol stands at one distance for all phrases, and tuning then finds heads that attend that far back, at every length; `localize` gives those no name
-# ({doc}`notes </notes/smollm2>`). `reproduce icatune/lengths --model smollm2 smollm2-ica` measures more lengths ({doc}`results </results-beyond>`). A high score and a large effect of ablation show which heads do the work; only prompts on which
+# ([notes](../docs/notes/smollm2.md)). `reproduce icatune/lengths --model smollm2 smollm2-ica` measures more lengths ([results](../docs/results-beyond.md)). A high score and a large effect of ablation show which heads do the work; only prompts on which
 # two rules give different answers show which rule they follow.

@@ -15,7 +15,7 @@
 #
 # "The war lasted from the year 1739 to the year 17": the two digits that follow must be greater than 39. Hanna et al. (2023, "How does GPT-2 compute greater-than?") measure the
 # probability of all years that fit minus that of all others. SmolLM2 reads numbers digit by digit, so here it is the *tens digit* that must be greater; the start year ends in 9, so
-# that no equal one is possible. Without SmolLM2 ({doc}`how to install it </your-own-model>`) the bundled `toy-llama` runs. It knows no digits, so letters from A to J stand for
+# that no equal one is possible. Without SmolLM2 ([how to install it](../docs/your-own-model.md)) the bundled `toy-llama` runs. It knows no digits, so letters from A to J stand for
 # them. It was never trained on such texts, and its numbers show only that the code runs. The next line says which model you see.
 
 # %%

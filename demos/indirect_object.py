@@ -15,7 +15,7 @@
 # effect and attention to the right name do not always go together.
 #
 # Wang et al. (2023, "Interpretability in the Wild") found *name movers* in GPT-2 small: heads that attend, where the text ends, to the name that occurs once, and write it. Does
-# another model have them? The page is run with SmolLM2-135M-Instruct if it is installed ({doc}`how </your-own-model>`), and otherwise with the bundled `toy-llama`, which reads
+# another model have them? The page is run with SmolLM2-135M-Instruct if it is installed ([how](../docs/your-own-model.md)), and otherwise with the bundled `toy-llama`, which reads
 # characters and was never trained on English: its numbers show only that the code runs. The next line says which model you see.
 
 # %%

@@ -130,5 +130,5 @@ accuracies = {
 accuracies
 
 # %% [markdown]
-# Next: {doc}`find_the_heads` tests which heads a model needs. {doc}`/your-own-data` and {doc}`/your-own-model` are about your own prompts and model, and {doc}`/paper-or-code` lists
+# The [next tutorial](find_the_heads.ipynb) tests which heads a model needs. Two pages are about [your own prompts](../docs/your-own-data.md) and [your own model](../docs/your-own-model.md), and [paper or code](../docs/paper-or-code.md) lists
 # every choice behind the task.

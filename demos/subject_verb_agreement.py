@@ -14,7 +14,7 @@
 # "The man near the women" goes on with "is", though the nearest noun is a plural (Linzen et al., 2016; Finlayson et al., 2021). You will find at which token a model keeps the
 # number of the subject, and which heads bring it to the verb; and you will see why `localize` names none of them here.
 #
-# The page is run with SmolLM2-135M-Instruct if it is installed ({doc}`how </your-own-model>`), and otherwise with the bundled `toy-llama`, which reads characters and was never
+# The page is run with SmolLM2-135M-Instruct if it is installed ([how](../docs/your-own-model.md)), and otherwise with the bundled `toy-llama`, which reads characters and was never
 # trained on English: there the verb is its first letter alone, and the numbers show only that the code runs. The next line says which model you see.
 
 # %%

@@ -120,4 +120,4 @@ shown = [*found.heads("align_query")[:2], *found.heads("lookup")[:2]] or [(0, 0)
 ac.plots.attention(after, prompts[0], heads=shown)
 
 # %% [markdown]
-# They do. {doc}`/tune-a-model` says how to tune your own model, and {doc}`a_pretrained_llama_tuned_in_context` asks the same of SmolLM2.
+# They do. A page says how to [tune your own model](../docs/tune-a-model.md), and [another tutorial](a_pretrained_llama_tuned_in_context.ipynb) asks the same of SmolLM2.

@@ -74,6 +74,14 @@ def share_plotly(_app: Any, _page: str, _template: str, context: dict[str, Any],
         context["body"] = re.sub(r'<script src="https://cdnjs[^"]*mathjax[^"]*"></script>', "", body)
 
 
+def links_of_tutorials(_app: Any, page: str, source: list[str]) -> None:
+    """Turns the links of a tutorial, which GitHub and Jupyter follow from `demos/`, into those from `docs/demos/`."""
+    if page.startswith("demos/"):
+        source[0] = source[0].replace("](../docs/", "](../")
+        if not HOSTED:  # there the notebooks are the pages
+            source[0] = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.py)", source[0])
+
+
 LOCAL = {"diffuse": "diffuse aligner"} | {
     word: word for word in ("gold", "phrase", "letter", "verb", "lookup", "named head", "nats", "aligner", "decoy")
 }
@@ -137,6 +145,7 @@ def print_costs(app: Any, error: Exception | None) -> None:
 def setup(app: Any) -> None:
     """Connects the functions above."""
     app.connect("builder-inited", write_cli)
+    app.connect("source-read", links_of_tutorials)
     app.connect("html-page-context", share_plotly)
     app.connect("html-page-context", define_words)
     app.connect("build-finished", write_plotly)

@@ -1,5 +1,6 @@
 """Each tutorial stands beside its script as an executed notebook that GitHub shows."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ def test_a_notebook_is_its_script_executed(script):
     nbformat.validate(notebook)
     cells = [[(cell.cell_type, cell.source) for cell in each.cells] for each in (notebook, jupytext.read(script))]
     assert cells[0] == cells[1], "the script has changed: make notebooks"
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert "{doc}" not in text, "Jupyter and GitHub show a role of Sphinx as it stands: write a link from demos/"
+    links = re.findall(r"\]\((?!\w+:|#)([^)]+)\)", text)
+    assert all((DEMOS / link).is_file() for link in links), links
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
     outputs = [output for cell in code for output in cell.outputs]
