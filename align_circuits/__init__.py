@@ -102,7 +102,10 @@ def __getattr__(name: str) -> Any:
     elif name in _ROOMS:
         return import_module(f"{__name__}.{name}")
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from align_circuits.jobs.similar_names import did_you_mean
+
+        meant = did_you_mean(name, __dir__()).rstrip()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": {meant}" if meant else ""))
     # Found without this function from now on.
     globals()[name] = value
     return value

@@ -7,6 +7,7 @@ from align_circuits.cli.command_base import counted
 from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb
 from align_circuits.cli.folders import Results
 from align_circuits.heads.ablate import ablate_heads
+from align_circuits.heads.effects import check_screen
 from align_circuits.run.target_metrics import Metric
 
 
@@ -23,6 +24,7 @@ class Ablate(EffectVerb):
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""
+        check_screen(self.screen)  # before the model is loaded
         model, prompts, _ = self.prepare()
         metrics: list[Metric] = [
             *dict.fromkeys((self.metric, "accuracy"))

@@ -7,6 +7,7 @@ from typing import Any
 from align_circuits.cli.command_base import counted
 from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb, PairDirection
 from align_circuits.cli.folders import Results
+from align_circuits.heads.effects import check_screen
 from align_circuits.heads.patch import patch_heads, patch_sites
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site
 
@@ -51,6 +52,7 @@ class Patch(EffectVerb):
                 f"--heads {wrong[0]}: write layer 2, head 3 as L2H3, both counted from 0, and several as "
                 "--heads L2H3 L4H0"
             )
+        check_screen(self.screen, self.sites)  # before the model is loaded
         # By default the accuracy, too, which tells whether the model solves the task.
         metric = None if self.metric == "log_prob" else self.metric
         model, pair = self.prepare_pair(metric=metric, direction=self.direction)

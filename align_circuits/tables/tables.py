@@ -146,9 +146,10 @@ class Table:
 
     @property
     def _footnotes(self) -> list[str]:
-        left_out = len(self) - len(self._shown)
-        of_rows = f"Note: {left_out} rows are not shown: they are about part of the targets, and equal those about all."
-        return [f"[{self.provenance.verb}, {len(self)} rows]", *[of_rows] * bool(left_out), *self.remarks]
+        shown, rows = len(self._shown), f"{len(self)} rows"
+        if shown < len(self):
+            rows = f"{shown} of {rows}: the others are about part of the targets, and equal these, about all"
+        return [f"[{self.provenance.verb}, {rows}]", *self.remarks]
 
     @property
     def _shown(self) -> pd.DataFrame:

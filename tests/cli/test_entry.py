@@ -104,6 +104,9 @@ def test_every_public_name_resolves_where_type_checkers_see_it():
     assert all(getattr(ac, name) is not None for name in ac.__all__)
     with pytest.raises(AttributeError, match="no attribute 'scores'"):
         ac.scores  # pyright: ignore[reportAttributeAccessIssue] # noqa: B018
+    for name, meant in (("patch_head", "patch_heads"), ("Localisation", "Localization"), ("report_", "report")):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': did you mean '{meant}'[?]$"):
+            getattr(ac, name)
     folders = {path.parent.name for path in Path(ac.__file__).parent.glob("*/__init__.py")}
     files = {path.stem for path in Path(ac.__file__).parent.glob("*.py")} - {"__init__", "__main__"}
     assert {*ac._ROOMS} == (folders | files) - {"beyond", "validation"}, "which a checkout alone has"

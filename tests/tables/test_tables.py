@@ -354,10 +354,11 @@ def test_rows_of_some_targets_that_are_all_targets_are_not_shown():
     keys = {"metric": "a", "kind": ["all", "first", "all", "all"], "offset": [None, None, 0, 1]}
     for n, shown in [([6, 6, 6, 6], 1), ([6, 3, 3, 3], 4), ([6, 6, 3, 3], 3)]:
         table = Table(pd.DataFrame(keys).assign(value=0.5, low=0.4, high=0.6, n=n), Provenance("made"))
-        note = f"Note: {4 - shown} rows are not shown: they are about part of the targets, and equal those about all."
+        note = f"[made, {shown} of 4 rows: the others are about part of the targets, and equal these, about all]"
         assert len(pd.read_html(StringIO(table._repr_html_()))[0]) == shown
         assert (note in str(table)) == (note in table._repr_html_()) == (shown < 4) and len(table.frame) == 4
-        assert "Note" not in str(table.where(kind="first")), "rows of all are no longer beside them"
+        assert ("[made, 4 rows]" in str(table)) == (shown == 4) and "Note" not in str(table)
+        assert "[made, 1 rows]" in str(table.where(kind="first")), "rows of all are no longer beside them"
 
 
 def test_what_cannot_be_normalized_is_refused():
