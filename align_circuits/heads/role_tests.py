@@ -63,7 +63,8 @@ class RoleTests:
             if causal_p > fdr:
                 yield f"causal p = {causal_p:.2g}, above {fdr:g}: no loss by ablation or gain by patching is shown"
             if not (p > fdr or causal_p > fdr):
-                yield f"corrected p = {q:.2g}, above {fdr:g}" if q < 1 else "no effect on the prompts that choose"
+                small = f"effect below {self.needed.effect:g} nats on the prompts that choose"
+                yield f"corrected p = {q:.2g}, above {fdr:g}" if q < 1 else small
         # Where no effect is shown to be above 0, the p-value above has told that.
         told = not q <= fdr and causal_p > fdr
         if not (

@@ -22,6 +22,7 @@ from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Stu
 from align_circuits.papers.statistics import Measured, mean_row
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
+from align_circuits.report.plots.figure_parts import styled
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.intervals import t_interval
 from align_circuits.tables.tables import Table
@@ -342,8 +343,8 @@ def auroc_map(wide: pd.DataFrame, label: str, height: int) -> go.Figure:
             showscale=False,  # the cells have numbers, and a bar would be as low as few rows are
         )
     )
-    grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title=label, height=height, margin={"t": 20})
-    return grid
+    grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title=label)
+    return styled(grid, "", height)
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:

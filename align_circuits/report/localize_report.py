@@ -244,8 +244,8 @@ def _found(localization: Localization) -> list[str]:
         f"{describe(heads)} for {role} ({localization.task.roles[role]})" for role, heads in roles.items()
     )
     alone = ", ".join(str(verdict.role) for verdict in localization.verdicts if verdict.role and verdict.holds)
-    needs = f"the heads of {alone}" if alone else "none"
-    single = f" Role by role, the model is shown to need {needs}." if len(roles) > 1 else ""
+    need = f"is shown to need the heads of {alone}" if alone else "is not shown to need the heads of any"
+    single = f" Role by role, the model {need}." if len(roles) > 1 else ""
     return [
         f"{len(needed.heads)} of {needed.total} heads are named: {named}. Each passed its tests on prompts that had no "
         f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names should be false.",

@@ -157,6 +157,15 @@ def test_of_two_benchmarks_costs_come_last(values, tmp_path, capsys):
     listed = capsys.readouterr().out.split("largest differences:\n")[1].split("\n\n")[0].splitlines()[1:]
     assert ["cost" in line for line in listed] == [False, False, True]
     assert Table.load(tmp_path / "both").frame["metric"].tolist() == ["auroc", "auroc", "cost"]
+    columns = re.findall("<th>(.*?)</th>", (tmp_path / "both" / "report.html").read_text(encoding="utf-8"))
+    assert columns[:4] == ["method", "metric", "A", "B"]
+    for name in "ab":
+        many = metrics.assign(**{key: [1, 2, 3] for key in ("trait", "at", "role")})
+        run(values[1] * (name == "a"), tmp_path / name, verb="benchmark", heads=many)
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--overwrite", "--out", str(tmp_path / "both")]
+    assert main(command) == 0
+    columns = re.findall("<th>(.*?)</th>", (tmp_path / "both" / "report.html").read_text(encoding="utf-8"))
+    assert columns[:4] == ["A", "B", "method", "metric"], "in sight on a phone too"
 
 
 def test_of_a_screened_run_what_was_measured_is_compared(values, tmp_path, capsys):

@@ -92,7 +92,7 @@ def test_what_stands_out():
     assert [(each.head[1], each.large) for each in none] == [(0, True), (1, True)], "effects need no p-value of a role"
     assert heads[1].share == pytest.approx(-0.225, abs=0.01) and heads[1].effect == pytest.approx(-0.9)
     assert heads[2].failed == (
-        "no effect on the prompts that choose",
+        "effect below 0.01 nats on the prompts that choose",
         "no effect of 0.01 nats with an interval above 0",
     )
     assert str(heads[0]).startswith(

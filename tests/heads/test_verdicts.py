@@ -84,7 +84,7 @@ def test_a_head_matters_by_either_effect():
         ({"q": 0.051}, "corrected p = 0.051, above 0.05"),
         ({"q": 0.3, "p": 0.2}, "attention p = 0.2, above 0.05: its positional bias may explain it"),
         ({"q": 0.3, "causal_p": 0.2}, "causal p = 0.2, above 0.05: no loss by ablation or gain by patching is shown"),
-        ({"q": 1.0}, "no effect on the prompts that choose"),
+        ({"q": 1.0}, "effect below 0.01 nats on the prompts that choose"),
         ({"q": np.nan}, "attends so on the prompts that test, but not on those that chose the candidates"),
         ({"ablation": 0.009}, "no effect of 0.01 nats with an interval above 0"),
         ({"low of ablation": 0.0}, "no effect of 0.01 nats with an interval above 0"),

@@ -53,6 +53,8 @@ def test_the_headline_says_what_was_found_in_the_words_of_the_task_and_if_the_mo
         replace(next(each for each in localization.verdicts if each.claim == claim and not each.role), value=value)
         for claim, value in (("necessary", 0.0), ("sufficient", 1.0))
     )
+    unclear = replace(localization, verdicts=tuple(replace(each, controls={}) for each in localization.verdicts))
+    assert "Role by role, the model is not shown to need the heads of any." in headline_of(unclear)
     better = replace(needed, controls={"layers": (1.0,) * 19}, intact=1.0)
     for verdicts, words in (
         (
