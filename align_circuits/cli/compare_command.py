@@ -84,7 +84,7 @@ class Compare(Verb):
             in_all, varied = _folded(numbers.head(IN_REPORT))
             names = [*varied]
             if names.index("A") > IN_SIGHT:
-                varied = varied.reindex(columns=[*"AB", *(name for name in names if name not in "AB")])
+                varied = varied.reindex(columns=["A", "B", *(name for name in names if name not in ("A", "B"))])
             sections.append((heading, f"{note} {in_all}".strip(), _html(varied, "wide")))
         if of_two_verbs:  # whose settings differ anyway
             shown, sections = dict(reversed(shown.items())), sections[::-1]
