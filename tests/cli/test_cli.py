@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -22,12 +22,19 @@ from align_circuits.cli.command_base import PromptVerb
 from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
 from align_circuits.papers.localizer_zoo import auroc_figure
 from align_circuits.report.page import MAX_BYTES, packed
+from align_circuits.report.plots.figure_parts import UNITS
+from align_circuits.run.target_metrics import MetricName
 from align_circuits.tables.calls import Call
 from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import SHARES, Table
 from align_circuits.training.tuning import TuneConfig
 
 SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
+
+
+def test_every_metric_is_a_share_or_has_a_unit_and_commands_tell_in_words_what_it_measures():
+    assert {*get_args(MetricName)} - {*SHARES} == {*get_args(MetricName)} & {*UNITS}
+    assert {*get_args(get_args(effect_command_base.EffectMetric)[0])} == {*effect_command_base.IN_WORDS}
 
 
 def test_score_writes_a_table_a_self_contained_report_and_its_provenance(tmp_path, capsys):

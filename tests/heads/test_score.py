@@ -342,7 +342,7 @@ def test_a_function_that_is_no_score_is_refused(models, prompts):
     mistyped: Any = [3]
     with pytest.raises(TypeError, match=r"metrics\[0\] is 3, not"):
         ac.score_heads(models["llama"], prompts, mistyped)
-    with pytest.raises(KeyError, match="or give a function of attention and targets"):
+    with pytest.raises(KeyError, match="and in Python functions of attention and targets"):
         ac.score_heads(models["llama"], prompts, ["distance"])
 
 
