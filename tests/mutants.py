@@ -542,8 +542,17 @@ def names(entry, result):
     return all(result.get(key, value) == value for key, value in entry.items() if key != "reason")
 
 
+def stands(entry):
+    """Whether the line that an entry of `mutants_equivalent.toml` names is still in its module."""
+    lines = {line.strip() for line in (ROOT / entry["module"]).read_text().splitlines()}
+    return all(line in lines for line in entry["old"].split("\n"))
+
+
 def show(arguments):
     entries = tomllib.loads((ROOT / "tests" / "mutants_equivalent.toml").read_text()).get("equivalent", [])
+    for entry in entries:
+        if not stands(entry):
+            print(f"mutants_equivalent.toml: {entry['module']} has no line {entry['old']!r}: mend or remove the entry")
     results = read(OUT / f"seed-{arguments.seed}.jsonl").values()
     living = [result for result in results if result["outcome"] == "survived"]
     errors = sum(result["outcome"] == "error" for result in results)

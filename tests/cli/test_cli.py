@@ -395,6 +395,7 @@ def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path
     assert '<h2 id="auroc-by-role">' in page and "AUROC, align query" in page and 'border="1"' not in page
     assert "attention of .5&#39; names each head" in page and "heads that follow no role; it should be .05" in page
     assert saved.frame[["low", "high"]].isna().to_numpy().all(), "no interval of fewer than five circuits"
+    cells: Any
     (cells,) = auroc_figure(saved).data
     assert cells.texttemplate and not cells.showscale, "the cells have numbers: a bar as low as two rows says nothing"
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
