@@ -65,6 +65,9 @@ BY_ROLE = ("attention", "head detector", *NAMING)
 ONE_BY_ONE = ("ablation, zero", "ablation, mean", "ablation, resample", "patching, denoise", "patching, noise")
 """Methods that intervene on one head at a time."""
 
+NAMED, RANKED = "share of each class of heads that is named", "AUROC in planted and in trained circuits"
+"""The figures. Methods stand in the order of their F1 on the models on which thresholds were chosen."""
+
 RESULTS = Path(__file__).parents[2] / "docs/results"
 TUNING, HOME = RESULTS / "localizers-redundancy-tuning", RESULTS / "localizers-held-out/cpu"
 
@@ -399,22 +402,35 @@ def overview(table: Table) -> pd.DataFrame:
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     means = overview(table)
-    shares = plots.accuracy_grids({"": means[[*CLASSES, "precision"]]}, x="heads", y="", value="share named")
-    methods = [method for method in means.index if method in METHODS]
-    figure = go.Figure()
-    for method in methods:
-        home, here = home_auroc(method), over_seeds(by_model(table, method, "auroc", role="each"))
-        figure.add_scatter(
-            x=[home.value],
-            y=[here.value],
-            error_x={"array": [home.high - home.value], "arrayminus": [home.value - home.low]},
-            error_y={"array": [here.high - here.value], "arrayminus": [here.value - here.low]},
-            name=method,
-            mode="markers",
+    f1: Any = table.where(metric="f1").frame
+    best_first = [*f1.set_index("method")["value"].sort_values(ascending=False, kind="stable").index]
+    shares = means.loc[best_first, [*CLASSES, "precision"]]
+    named = go.Figure(
+        go.Heatmap(
+            z=shares.to_numpy(),
+            x=list(shares.columns),
+            y=best_first,
+            zmin=0,
+            zmax=1,
+            colorscale="Viridis",
+            texttemplate="%{z:.2f}",
+            colorbar={"title": "share"},
         )
-    figure.add_shape(type="line", x0=0.5, x1=1, y0=0.5, y1=1, line={"dash": "dot"})
-    figure.update_layout(xaxis_title="AUROC, planted circuits", yaxis_title="AUROC, trained circuits", height=480)
-    return {"share of the heads of each class that are named": shares, "home and away": figure}
+    )
+    named.update_yaxes(autorange="reversed")
+    places = {
+        "planted": home_auroc,
+        "trained": lambda method: over_seeds(by_model(table, method, "auroc", role="each")),
+    }
+    areas = pd.DataFrame(
+        {"method": method, "circuits": place, **of(method).row}
+        for method in best_first
+        if method in METHODS
+        for place, of in places.items()
+    )
+    ranks = plots.dots(areas, "method", "circuits", "AUROC").update_xaxes(range=[0.45, 1.05])
+    ranks.update_layout(height=130 + 22 * areas["method"].nunique())
+    return {NAMED: plots.styled(named, "", height=80 + 24 * len(best_first)), RANKED: ranks}
 
 
 def _experiment(name: str, title: str, config: Models, claims: Any = ()) -> Experiment:

@@ -11,22 +11,25 @@ from align_circuits.models.planted.planted_model import CIRCUIT_ROLES
 from align_circuits.papers.localizer_zoo import GROUPS
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
-from align_circuits.validation import redundancy
+from align_circuits.validation import redundancy, redundant_circuits
 from align_circuits.validation.circuits_in_trained_models import trained_task
 from align_circuits.validation.redundancy import (
     BACKUP,
     COPY,
     DECOY,
     ENOUGH,
+    NAMED,
     ONE_BY_ONE,
     OTHER,
     PRIMARY,
+    RANKED,
     REDUNDANCY,
     REDUNDANCY_TUNING,
     SINGLE,
     Models,
     class_of,
     measured_by_model,
+    overview,
     reached_enough,
     rows_of,
     thresholds_on,
@@ -95,7 +98,8 @@ def test_a_threshold_has_the_highest_mean_f1_over_models():
     assert kept["threshold"] == 1, "it names heads by itself"
 
 
-def test_classes_are_those_of_the_assignment():
+def test_classes_are_those_of_the_assignment(monkeypatch):
+    monkeypatch.setattr(redundant_circuits, "what_was_reached", lambda *_, **__: {})
     model = train_redundant_circuit(trained_task(1), 1, steps=0)
     kinds = [class_of(model, head) for head in model.kinds]
     copies = max(len(heads) for heads in model.assignment.copies.values())
@@ -169,6 +173,17 @@ def test_claims_hold_where_all_is_as_claimed_and_fail_where_it_is_not():
     assert verdicts("Attention names decoys", of_attention=0.1) == {"fails"}
     assert verdicts("the best other method", auroc=0.99) == {"fails"}
     assert verdicts("redundant heads names the backups", single=1.0) == {"no evidence"}
+
+
+def test_figures_order_methods_by_f1_and_have_those_of_other_packages():
+    table = table_of()
+    peer: Any = table.frame[table.frame["method"] == "EAP"].assign(method="a peer")
+    both = Table(pd.concat([table.frame, peer.replace({"value": {0.7: 0.9}})]), table.provenance)
+    drawn: Any = REDUNDANCY.draw(both)
+    assert drawn[NAMED].data[0].y[0] == "a peer" and drawn[NAMED].data[0].y[1] == "EAP"
+    assert set(drawn[RANKED].data[0].y) == set(METHODS), "the peer has no AUROC in planted circuits"
+    shown = overview(both).loc[GROUPS]
+    assert shown["copy"] == 1 and shown["false discoveries"] == 0 and np.isnan(shown["cost"])
 
 
 def test_thresholds_of_another_table_are_used(monkeypatch):

@@ -1,12 +1,14 @@
 """Redundant circuits: who gets which role, what is exchanged and dropped, the loss, and what is measured of it."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
 from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, STAGES, planted_circuit
 from align_circuits.tasks.rng import Rng
+from align_circuits.validation import redundant_circuits
 from align_circuits.validation.circuits_in_trained_models import trained_task
 from align_circuits.validation.redundant_circuits import (
     KEPT,
@@ -27,6 +29,14 @@ from align_circuits.validation.trained_circuits import answer_queries, paired, p
 
 SEED = 1  # three copies of one role, as the first test shows
 TASK = trained_task(SEED)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_pairs():
+    """What a training reached is measured on 8 pairs of prompts, not on 128."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redundant_circuits, "what_was_reached", partial(what_was_reached, n=8))
+        yield
 
 
 @pytest.fixture(scope="module")
