@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import pandas as pd
 from IPython.display import HTML, Markdown, display
-from myst_nb import glue
 
 from align_circuits.cli.experiments_list import kept_verdicts
 from align_circuits.papers.claims import Check, Verdict, checks_html, kept_checks, verdicts
@@ -245,5 +244,7 @@ def printed(number: Measured | float | str) -> str:
 
 def put(**numbers: Measured | float | str) -> None:
     """Makes numbers known to the text of a page, which shows them by {glue:text}`name`."""
+    from myst_nb import glue  # of the documentation's environment alone; tests read this file without it
+
     for name, number in numbers.items():
         glue(name, printed(number), display=False)

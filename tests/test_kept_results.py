@@ -5,6 +5,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,8 @@ def test_numbers_of_a_page_are_those_that_were_measured(kept_results, monkeypatc
     texts = {-0.5: "-.50", 10.25: "10.25", "mean": "mean", Measured(1.0, float("nan"), float("nan")): "1.00"}
     assert {number: kept_results.printed(number) for number in texts} == texts
     glued: dict[str, str] = {}
-    monkeypatch.setattr(kept_results, "glue", lambda name, text, **_: glued.update({name: text}))
+    page = SimpleNamespace(glue=lambda name, text, **_: glued.update({name: text}))
+    monkeypatch.setitem(sys.modules, "myst_nb", page)
     kept_results.put(lost=half, method="EAP")
     assert glued == {"lost": ".56 [.47, .65]", "method": "EAP"}
 
