@@ -263,11 +263,15 @@ def measured_by_model(of_heads: Any, thresholds: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_model(table: Table, method: str, metric: str, of: str = "all", role: str = "all") -> Float[ndarray, " model"]:
-    """Returns a metric in each model that reached enough; NaN where it has none."""
+    """Returns a metric in each model that reached enough; NaN where it has none.
+
+    Of each class or each role it is the mean over those that the model has.
+    """
     frame: Any = table.frame
     models = sorted(set(frame.loc[frame["metric"] == "precision", "seed"]))
-    rows = frame[(frame["method"] == method) & (frame["metric"] == metric) & (frame["of"] == of)]
-    rows = rows[rows["role"] == role] if role != "each" else rows
+    rows = frame[(frame["method"] == method) & (frame["metric"] == metric)]
+    for column, wanted in (("of", of), ("role", role)):
+        rows = rows[rows[column] == wanted] if wanted != "each" else rows
     return rows.groupby("seed")["value"].mean().reindex(models).to_numpy(float)
 
 
@@ -386,11 +390,12 @@ def home_auroc(method: str) -> Measured:
 
 
 def overview(table: Table) -> pd.DataFrame:
-    """Returns what each method names by class of heads, its precision, false discoveries, AUROC and cost."""
+    """Returns what each method names by class and by role, its precision, false discoveries, AUROC and cost."""
     rows = {}
     for method in table.where(metric="f1").frame["method"]:
         named = {of: by_model(table, method, "named", of) for of in CLASSES}
         named |= {f"{COPY}, {n} in a role": by_model(table, method, f"named of {n}", COPY) for n in (2, 3)}
+        named |= {role: by_model(table, method, "named", "each", role) for role in CIRCUIT_ROLES}
         other = {"precision": "precision", "false discoveries": "false_discoveries", "cost": "cost"}
         values = named | {name: by_model(table, method, metric) for name, metric in other.items()}
         values["AUROC"] = by_model(table, method, "auroc", role="each")

@@ -183,7 +183,7 @@ def test_figures_order_methods_by_f1_and_have_those_of_other_packages():
     assert drawn[NAMED].data[0].y[0] == "a peer" and drawn[NAMED].data[0].y[1] == "EAP"
     assert set(drawn[RANKED].data[0].y) == set(METHODS), "the peer has no AUROC in planted circuits"
     shown = overview(both).loc[GROUPS]
-    assert shown["copy"] == 1 and shown["false discoveries"] == 0 and np.isnan(shown["cost"])
+    assert shown["lookup"] == shown["copy"] == 1 and shown["false discoveries"] == 0 and np.isnan(shown["cost"])
 
 
 def test_thresholds_of_another_table_are_used(monkeypatch):
