@@ -123,24 +123,26 @@ def scores_by_role(name: str, scores: Any, model: HookedModel, roles: Sequence[s
     """Returns by role what a method returned, once checked: the same for all where it does not tell roles apart.
 
     Raises:
-        ValueError: Scores that are no grid of the model's heads, or not for every role.
+        ValueError: Scores that are no grid of the model's heads, hold NaN (infinite ones have a rank), or lack a role.
     """
-    shape = (model.cfg.n_layers, model.cfg.n_heads)
-    by_role = {}
+    by_role = scores if isinstance(scores, dict) else dict.fromkeys(roles, scores)
+    if lacking := [role for role in roles if role not in by_role]:
+        known = ", ".join(by_role) or "no role"
+        raise ValueError(f"the method {name!r} returned no scores for {lacking[0]!r}, but for {known}")
+    grids, shape = {}, (model.cfg.n_layers, model.cfg.n_heads)
+    wanted = f"give a number for each of {shape[0]} layers of {shape[1]} heads, such as table.to_array(metric)"
     for role in roles:
-        if isinstance(scores, dict) and role not in scores:
-            raise ValueError(
-                f"the method {name!r} returned no scores for {role!r}, but for {', '.join(scores) or 'no role'}"
-            )
-        given = scores[role] if isinstance(scores, dict) else scores
-        wanted = f"give a number for each of {shape[0]} layers of {shape[1]} heads, such as table.to_array(metric)"
+        of_role = f" for {role!r}" if isinstance(scores, dict) else ""
         try:
-            grid = np.asarray(given, dtype=float)
+            grid = np.asarray(by_role[role], dtype=float)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"the method {name!r} returned {described(given)} for {role!r}: {wanted}") from error
-        # Infinite scores may stand, since heads are ranked; NaN has no rank.
-        if grid.shape != shape or np.isnan(grid).any():
-            what = f"an array of shape {grid.shape}" if grid.shape != shape else "scores with NaN"
-            raise ValueError(f"the method {name!r} returned {what} for {role!r}: {wanted}")
-        by_role[role] = grid
-    return by_role
+            raise ValueError(f"the method {name!r} returned {described(by_role[role])}{of_role}: {wanted}") from error
+        if grid.shape != shape:
+            raise ValueError(f"the method {name!r} returned an array of shape {grid.shape}{of_role}: {wanted}")
+        for layer, head in np.argwhere(np.isnan(grid)):
+            raise ValueError(
+                f"the method {name!r} returned NaN{of_role} at L{layer}H{head}, which has no rank among the heads: "
+                "give each head a number, such as by np.nan_to_num(scores), which turns NaN into 0"
+            )
+        grids[role] = grid
+    return grids

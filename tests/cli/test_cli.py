@@ -438,7 +438,7 @@ def test_benchmark_takes_a_function_of_a_file(tmp_path, capsys, monkeypatch):
     assert main(["rerun", "runs/benchmark"]) == 2, "a folder runs no code"
     assert "own_methods.py:of_a_layer is code, which is run only if you name it" in capsys.readouterr().err
     for name, message in {
-        "flat": r"the method 'own_methods.py:flat' returned an array of shape \(7,\) for '\w+': give a number for",
+        "flat": r"the method 'own_methods.py:flat' returned an array of shape \(7,\): give a number for",
         "broken": r"the method 'own_methods.py:broken' raised ZeroDivisionError: .*own_methods.py, line 15\)",
         "inside": r"'own_methods.py:inside' raised ValueError: .*own_methods.py, line 18\)",  # numpy raises it
         "": "name one of its functions, as own_methods.py:name; it has of_a_layer, flat, broken, inside",

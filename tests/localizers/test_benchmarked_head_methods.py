@@ -1,6 +1,8 @@
 """Every method finds the heads of a plain circuit; methods of other packages join by their entry points."""
 
+import re
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import jaxtyping
 import numpy as np
@@ -9,11 +11,13 @@ import torch
 from legs import slow_but
 from refusals import refused
 
+from align_circuits.heads.score import score_heads
 from align_circuits.localizers import registry
 from align_circuits.localizers.benchmarked_head_methods import METHODS, named_in
 from align_circuits.localizers.comparison import agreement
-from align_circuits.localizers.registry import localizer, method_names, scores_of
+from align_circuits.localizers.registry import localizer, method_names, scores_by_role, scores_of
 from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, ROLE_OF_KIND, planted_circuit
+from align_circuits.models.planted.zoo import zoo_circuit
 from align_circuits.papers.lab import Inputs
 from align_circuits.papers.localizer_zoo import PUBLIC_ZOO, Zoo
 from align_circuits.run.pairs import Pair
@@ -90,9 +94,10 @@ def test_finished_jobs_of_a_method_of_another_package_count_for_its_present_code
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (np.zeros((2, 2)), r"shape \(2, 2\) for 'lookup'"),
-        (np.full((4, 4), np.nan), "the method 'broken' returned scores with NaN for 'lookup'"),
-        (agreement, r"returned a function for 'lookup': .* 4 layers of 4 heads, such as table.to_array\(metric\)"),
+        (np.zeros((2, 2)), r"an array of shape \(2, 2\): give a number for each of 4 layers of 4 heads"),
+        (np.where(np.eye(4), 1, np.nan), r"'broken' returned NaN at L0H1, .* by np.nan_to_num\(scores\)"),
+        ({"lookup": np.full((4, 4), np.nan)}, "returned NaN for 'lookup' at L0H0"),
+        (agreement, r"returned a function: .* 4 layers of 4 heads, such as table.to_array\(metric\)"),
         ({"previous": np.zeros((4, 4))}, "no scores for 'lookup', but for previous"),
     ],
 )
@@ -101,3 +106,15 @@ def test_scores_that_are_none_are_refused(circuit, monkeypatch, returned, messag
     monkeypatch.setitem(registry.METHODS, "broken", lambda *_: returned)  # pyright: ignore[reportArgumentType]
     model, pair = circuit
     refused(message, scores_of, "broken", model, pair, ["lookup"])
+
+
+def test_the_page_turns_a_score_of_attention_into_a_method(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "benchmark-a-method.md"
+    (code,) = re.findall(r"^(def look\(.*?\n)\n", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    file = tmp_path / "own.py"
+    file.write_text(f"import align_circuits as ac\nimport numpy as np\n{code}", encoding="utf-8")
+    model = zoo_circuit(0).build()
+    pair = Pair(*exchanged(model.task.sample(4, model.tokenizer, seed=0)))
+    assert scores_of(f"{file}:look", model, pair, CIRCUIT_ROLES)["lookup"].min() == 0
+    without_scores = score_heads(model, pair.clean, ["lookup"]).to_array("lookup")
+    refused("NaN at L0H", scores_by_role, "look", without_scores, model, CIRCUIT_ROLES)
