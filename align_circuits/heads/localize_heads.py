@@ -165,7 +165,8 @@ def localize(
         families = [candidates, diffuse]
         table = evidence_table(scores, control, p, families, mattered, ablation_effects, patching_effects, provenance)
 
-        tests = RoleTests(table, roles, thresholds, confounded_roles(tested, roles), chance)
+        smallest_p = smallest_p_values(tested, roles)
+        tests = RoleTests(table, roles, thresholds, confounded_roles(tested, roles), chance, smallest_p)
         heads_by_role = named_heads(tests, candidates)
         aligners = diffuse_aligners(tests, [*candidates, *diffuse], heads_by_role)
         named = sorted({head for of_role in heads_by_role.values() for head in of_role})
@@ -179,7 +180,6 @@ def localize(
         of_roles = {
             role: (*of_role, *(m.head for m in members.get(role, ()))) for role, of_role in heads_by_role.items()
         }
-        smallest_p = smallest_p_values(tested, roles)
         hopeless = [role for role, p in smallest_p.items() if p > thresholds.fdr]
         unnamed = unnamed_heads(tests, of_roles, patching_effects, hopeless)
         of_redundant = {f"{role}, redundant": [member.head for member in heads] for role, heads in members.items()}

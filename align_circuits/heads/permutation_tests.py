@@ -350,7 +350,8 @@ class _OtherPrompts(_Test):
 
     @property
     def smallest(self) -> float:
-        by_prompts = 1 / prod(factorial(int((self.length == length).sum())) for length in np.unique(self.length))
+        keys = self.keys.numpy().swapaxes(0, 1)
+        by_prompts = 1 / prod(_distinct_orders(keys[self.length == length]) for length in np.unique(self.length))
         return max(by_prompts, self.labels.smallest) if self.labels else by_prompts
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
@@ -508,7 +509,7 @@ class _Ranks(_Test):
     def smallest(self) -> float:
         if fixed_rank(self.relation):
             return 1 / comb(self.keys.shape[1], int(self.keys[0].sum()))
-        return 1 / factorial(len(self.prompt.unique()))
+        return 1 / _distinct_orders(self.keys.float().numpy().reshape(len(self.prompt.unique()), -1))
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         _, candidates = self.relation.expand(rows)
@@ -574,6 +575,12 @@ class _Positions(_Test):
             drawn = generator.permuted(np.tile(true, (REDRAWS, 1)), axis=1)
             scores += by_target[:, target][..., candidates] @ np.concatenate([true[None], drawn]).T.astype(float)
         return share_at_least_first(scores)
+
+
+def _distinct_orders(keys: Float[ndarray, "prompt ..."]) -> int:
+    """In how many ways prompts can exchange their keys, where those with the same keys exchange nothing."""
+    _, alike = np.unique(keys.reshape(len(keys), -1), axis=0, return_counts=True)
+    return factorial(len(keys)) // prod(map(factorial, alike.tolist()))
 
 
 def _repeated_by_layout(prompts: Prompts) -> Bool[ndarray, " pos"]:

@@ -1,6 +1,7 @@
 """Task vectors: mean activations at the last token, by task, and what the model answers if they are exchanged."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -137,8 +138,10 @@ def steer(
     settings = {"layer": layer, "betas": list(betas)}
     provenance = provenance_of("steer", model, prompts, engine, settings)
     stacked = np.stack(values)
-    ones = np.ones_like(stacked)
-    return Table.from_prompts(pd.DataFrame(keys), stacked, ones, provenance, bounded=False, group=prompts.group)
+    bounds: Any = {"bounded": False, "levels": True}
+    return Table.from_prompts(
+        pd.DataFrame(keys), stacked, np.ones_like(stacked), provenance, **bounds, group=prompts.group
+    )
 
 
 def _last_logits(

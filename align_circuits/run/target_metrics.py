@@ -413,11 +413,9 @@ class TargetMetrics:
         Rows that are the metric itself, as `measured`, or `changes` of it, have the bounds of a metric that is a share.
         Estimates are neither.
         """
-        weights = np.tile(self.weights, (len(values), 1))
-        if self.names[0] not in SHARES:
-            measured = changes = False
-        group = self.prompts.group
-        return Table.from_prompts(keys, values, weights, provenance, bounded=measured, changes=changes, group=group)
+        weights, is_share = np.tile(self.weights, (len(values), 1)), self.names[0] in SHARES
+        bounds: Any = {"bounded": is_share & measured, "changes": is_share & changes, "levels": measured}
+        return Table.from_prompts(keys, values, weights, provenance, **bounds, group=self.prompts.group)
 
 
 def wrong_tokens(targets: pd.DataFrame, d_vocab: int) -> Int[Tensor, " target"]:

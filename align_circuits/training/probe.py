@@ -78,7 +78,7 @@ class Probe:
         value, weight = (np.concatenate([numbers[name] for _, numbers in results]) for name in COLUMNS)
         order = ["step", "ood", "metric", "kind", "offset", "level", "layer", "head"]
         bounded = (keys["metric"] != "log_prob").to_numpy()
-        table = Table.from_prompts(keys.loc[:, order], value, weight, provenance, bounded=bounded)
+        table = Table.from_prompts(keys.loc[:, order], value, weight, provenance, bounded=bounded, levels=True)
         # Prompt by prompt it would be as large as all the files of the probes.
         return replace(table, values=None, weights=None)
 

@@ -486,8 +486,17 @@ class TestSmallest:
 
         three, four, five, six = (of("align_query", x_len) for x_len in (3, 4, 5, 6))
         assert f"1/m!: {three} for three symbols, {four} for four, {five} for five, {six} for six |" in page
-        three, four, five, six = map(named, (3, 4, 5, 6))
-        assert f"1/n!: {three} for six prompts in all, {four} for eight, {five} for ten, {six} for twelve;" in page
+
+        def apart(n: int) -> str:
+            prompts = Prompts.from_tokens([[1, 2, 3, 4, 5, 6, 7]] * n)
+            pairs = [(prompt, 6, [prompt]) for prompt in range(n)]
+            relation = Relation.from_pairs(pairs, prompts=prompts, candidates=list(range(6)))
+            return smallest(prompts.with_relations(finds=relation), "finds")
+
+        four, five, six = map(apart, (4, 5, 6))
+        assert f"all differ, 1/n!: {four} for eight prompts in all, {five} for ten, {six} for twelve." in page
+        four, five, six, eight = map(named, (4, 5, 6, 8))
+        assert f"half of the prompts, {four} for eight, {five} for ten, {six} for twelve, {eight} for sixteen." in page
         assert of("lookup", 3) == ".0001" and "| .0001 from 16 prompts and three symbols on |" in page
         assert f"have: {of('previous', 5, n_examples=15)} in prompts of 272 tokens |" in page
 
@@ -499,8 +508,21 @@ class TestSmallest:
             return nulls.smallest_p_values(prompts.with_relations(own=relation), ["own"])["own"]
 
         assert smallest((0, 4, [0]), (1, 4, [1]), (2, 4, [2])) == 1 / 6, "orders of three prompts"
+        assert smallest((0, 4, [0]), (1, 4, [1]), (2, 4, [0])) == 1 / 3, "two of them are the same"
         assert smallest((0, 4, [0, 2]), (1, 4, [0, 2]), (2, 4, [0, 2])) == 1 / 6, "two of four candidates"
         assert smallest((0, 4, [1])) == 1 / 4, "one of them, in one row"
+
+    def test_a_perfect_head_among_two_candidates_has_the_smallest(self):
+        """Where prompts have the same key, to exchange them changes nothing."""
+        prompts = ac.Prompts.from_tokens([[1, 2, 3]] * 6)
+        relation = ac.Relation.from_pairs(
+            [(prompt, 2, [prompt % 2]) for prompt in range(6)], prompts=prompts, candidates=[0, 1]
+        )
+        prompts = prompts.with_relations(own=relation)
+        test = nulls._test_of("own", prompts, 1, 1)
+        test.add(torch.arange(6), 0, relation.expand()[0][:, None].float())
+        assert test.smallest == 1 / 20
+        assert test.p_values(np.random.default_rng(0)) == pytest.approx(1 / 20, rel=0.1)
 
     def test_no_p_value_is_smaller(self, model, prompts):
         found, least = p_values(model, prompts, NAMES), nulls.smallest_p_values(prompts, NAMES)

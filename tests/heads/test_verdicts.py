@@ -83,6 +83,7 @@ def test_a_head_matters_by_either_effect():
         ({"attention": 0.09}, "diffuse: 0.09 of its attention on the keys, below 0.1"),
         ({"q": 0.051}, "corrected p = 0.051, above 0.05"),
         ({"q": 0.3, "p": 0.2}, "attention p = 0.2, above 0.05: its positional bias may explain it"),
+        ({"q": 0.3, "p": 0.107}, "attention p = 0.11, above 0.05: no p-value on these prompts is smaller"),
         ({"q": 0.3, "causal_p": 0.2}, "causal p = 0.2, above 0.05: no loss by ablation or gain by patching is shown"),
         ({"q": 1.0}, "effect below 0.01 nats on the prompts that choose"),
         ({"q": np.nan}, "attends so on the prompts that test, but not on those that chose the candidates"),
@@ -102,7 +103,7 @@ def test_what_names_a_candidate_and_what_is_said_of_another(change, failed):
     rows += [("induction", "attention", 2, found["attention of induction"], None), ("previous", "attention", 2, 0.9, 0)]
     candidates = [((1, 2), "lookup"), ((1, 2), "previous")]
     roles, table = ["lookup", "induction"], table_of(*rows)
-    tests = RoleTests(table, roles, Thresholds())
+    tests = RoleTests(table, roles, Thresholds(), smallest_p={"lookup": 0.1})
     assert named_heads(tests, candidates) == {"lookup": () if failed else ((1, 2),), "induction": ()}
     assert tests.failed((1, 2), "lookup") == ((failed,) if failed else ())
 
