@@ -127,23 +127,22 @@ class Localization:
 
     @property
     def summary(self) -> str:
-        """The result in a few sentences."""
+        """The result in words: the answer, then a line for each verdict and each caveat."""
         together = [verdict.sentence for verdict in self.verdicts if verdict.role is None]
-        sentences = (self.answer, *together, *role_sentences(self.verdicts), self.caveats)
-        return " ".join(filter(None, sentences))
+        return "\n".join([self.answer, *together, *role_sentences(self.verdicts), *self.caveat_sentences])
 
     @property
     def answer(self) -> str:
-        """The named heads, or why there are none, and how often the model is right."""
+        """The named heads, or why there are none, and in a second line how often the model is right."""
         if self.nameless:
-            return f"{self.nameless} {self.accuracy}"
+            return f"{self.nameless}\n{self.accuracy}"
         nearest = []
         for role in self.heads_by_role:
             of_role = [unnamed for unnamed in self.unnamed if unnamed.role == role]
             best = sorted(of_role, key=lambda unnamed: (-unnamed.high, len(unnamed.failed), -unnamed.score))[:1]
             nearest += [f"{describe([unnamed.head])} ({unnamed.why})" for unnamed in best]
         no_head = "No head passes every test" + (f". Nearest: {', '.join(nearest)}" if nearest else "")
-        return f"{self._named or no_head}. {self.accuracy}"
+        return f"{self._named or no_head}.\n{self.accuracy}"
 
     @property
     def nameless(self) -> str:
@@ -198,11 +197,6 @@ class Localization:
         """Which heads and sets carry the clean prompt's answer (`interchange_verdicts` of `heads`); None: not asked."""
         interchanges = self.evidence.interchanges
         return None if interchanges is None else interchange_verdicts(interchanges, self.thresholds.alpha)
-
-    @property
-    def caveats(self) -> str:
-        """What to bear in mind, the gravest first."""
-        return " ".join(self.caveat_sentences)
 
     @property
     def caveat_sentences(self) -> list[str]:

@@ -181,7 +181,10 @@ def _largest_effect(localization: Localization) -> str:
     apart = (measured["low"] > 0) | (measured["high"] < 0)
     frame, unclear = measured.loc[apart], measured.loc[~apart].sort_values("value", key=abs, ascending=False)
     if not len(frame):
-        return "No single head is shown to bring any of the clean prompts' answer back when it is patched."
+        return (
+            "No single head is shown to change the log-probability of the right answer when it is patched: no interval "
+            "leaves out 0."
+        )
     row = frame.loc[frame["value"].abs().idxmax()]
     head = (int(row["layer"]), int(row["head"]))
     roles = [role for role, heads in localization.heads_by_role.items() if head in heads]

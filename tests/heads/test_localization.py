@@ -36,9 +36,9 @@ def test_a_result_shows_itself(small):
     assert repr(small) == "Localization(lookup: L1H2; tested on 2 x tokens)"
     none = replace(small, heads_by_role={"lookup": ()})
     assert repr(none) == "Localization(no head named; tested on 2 x tokens)"
-    assert small.summary == "lookup: L1H2. A token is correct in 0.75 [0.50, 0.88] of cases. A < B."
+    assert small.summary == "lookup: L1H2.\nA token is correct in 0.75 [0.50, 0.88] of cases.\nA < B."
     intact = "A token is correct in 0.75 [0.50, 0.88] of cases."
-    assert none.summary == f"No head passes every test. {intact} A < B."
+    assert none.summary == f"No head passes every test.\n{intact}\nA < B."
     verdict = Verdict("necessary", ((1, 2),), 8, 1.0, 0.5, 0.4, 0.6, {"layers": (0.9,)}, 0.1, 0.5)
     judged = replace(small, verdicts=(verdict,), task=TaskFacts(notes=("A < B.", "C.", "D.")))
     heads, sets = pd.read_html(StringIO(judged._repr_html_()))
@@ -52,7 +52,7 @@ def test_a_result_shows_itself(small):
         "Caveat: A &lt; B. .summary has the whole result in words, with 2 more caveats."
     )
     page = none._repr_html_()
-    assert f"No head passes every test. {intact}" in page and "A &lt; B." in page and "<table" not in page
+    assert f"No head passes every test.\n{intact}" in page and "A &lt; B." in page and "<table" not in page
     assert "Caveat" not in replace(small, task=TaskFacts())._repr_html_()
     with pytest.raises(KeyError, match="no role 'copying'"):
         small.heads("copying")
@@ -64,9 +64,11 @@ def test_members_of_a_group_are_told_by_how_they_were_found(small):
 
     members = (member((1, 2), 1, True), member((0, 1), 1, False), member((0, 2), 2, False), member((0, 3), 3, False))
     grouped = replace(small, redundant={"lookup": members, "previous": ()})
-    assert grouped.caveats == (
-        "Also lookup, one for another: L0H1. Backups of lookup, once the others are ablated: L0H2 L0H3. A < B."
-    )
+    assert grouped.caveat_sentences == [
+        "Also lookup, one for another: L0H1.",
+        "Backups of lookup, once the others are ablated: L0H2 L0H3.",
+        "A < B.",
+    ]
     assert grouped.redundant_heads("lookup") == [(1, 2), (0, 1), (0, 2), (0, 3)]
     assert grouped.redundant_heads("previous") == [] and small.redundant_heads("lookup") == [(1, 2)]
 
@@ -93,10 +95,10 @@ def test_verdicts_on_roles_are_told_by_whether_they_hold(small):
         verdict("b", 0.5, {"unnamed": (0.8, float("nan"), 0.9)}),
         verdict("c", 0.5, {"unnamed": (0.4,)}),
     )
-    assert replace(small, verdicts=verdicts, task=TaskFacts()).summary.split(" of cases. ")[1] == (
-        "Necessary, role by role: b (accuracy 0.50 without L1H2; 0.80 to 0.90 without as many others). Not shown to be "
-        "necessary, role by role: a (accuracy 0.95 without L1H2; this loses less than is needed, so no control sets "
-        "were measured), c (accuracy 0.50 without L1H2; 0.40 without as many others)."
+    assert replace(small, verdicts=verdicts, task=TaskFacts()).summary.split(" of cases.\n")[1] == (
+        "Necessary, role by role: b (accuracy 0.50 without L1H2; 0.80 to 0.90 without as many others).\n"
+        "Not shown to be necessary, role by role: a (accuracy 0.95 without L1H2; this loses less than is needed, so no "
+        "control sets were measured), c (accuracy 0.50 without L1H2; 0.40 without as many others)."
     )
 
 
@@ -120,7 +122,7 @@ def test_heads_that_stand_out_without_a_role_are_told_with_what_they_failed(smal
     ], "what has a role is not told again"
     none = replace(small, unnamed=found, heads_by_role={"lookup": (), "previous": ()})
     assert none.answer.startswith(
-        "No head passes every test. Nearest: L0H2 (lookup: it fell), L0H1 (previous: it fell). A token is correct"
+        "No head passes every test. Nearest: L0H2 (lookup: it fell), L0H1 (previous: it fell).\nA token is correct"
     )
 
 
@@ -134,5 +136,5 @@ def test_named_heads_that_fail_the_control_are_the_first_caveat_after_warnings(s
         "it changes."
     )
     every = replace(failing, heads_by_role={"lookup": ((1, 2),), "previous": ()})
-    assert every.caveats.startswith("All heads named for lookup (L1H2) score")
+    assert every.caveat_sentences[0].startswith("All heads named for lookup (L1H2) score")
     assert replace(failing, heads_by_role={"lookup": ((1, 3),)}).caveat_sentences == ["A < B."]

@@ -120,7 +120,7 @@ def test_the_headline_goes_from_the_answer_to_the_largest_effect_to_one_caveat(l
     assert f"{head} (" not in clear and f"{head} {row['value']:.2f} [-1.00, {row['high']:.2f}]" in larger
     none = replace(effects, frame=patched.assign(low=-1.0, high=1.0))
     quiet = replace(nothing, evidence=replace(nothing.evidence, patching_effects=none))
-    assert "No single head is shown to bring" in headline_of(quiet)
+    assert "No single head is shown to change the log-probability of the right answer" in headline_of(quiet)
 
 
 @pytest.mark.parametrize(("smallest", "tested", "said"), [(0.01, 8, True), (0.001, 8, False), (0.06, 8, False)])
