@@ -1,12 +1,15 @@
-"""Where the outputs of executed pages are kept: in a folder named by all that they use besides their own code.
+"""Where the outputs of executed pages are kept, and whether the notebooks of the tutorials still show them.
 
+They are kept in a folder named by all that they use besides their own code:
 jupyter-cache finds a page's outputs by the code of its cells alone. After a change of the package it would show old
 numbers; so every state of the package, of its data and of the environment has a cache of its own.
 """
 
 import hashlib
+import json
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -63,3 +66,23 @@ def cache_folder(root: Path) -> Path:
     for old in sorted(home.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def words_printed(notebook: Path) -> set[str]:
+    """Returns the words that an executed notebook prints, without its numbers and names of heads."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    printed = [output for cell in cells for output in cell.get("outputs", ()) if output.get("name") == "stdout"]
+    return {word for output in printed for word in re.findall(r"[^\W\d_]{2,}", "".join(output["text"]))}
+
+
+def check_notebooks(executed: Path, kept: Path) -> None:
+    """Compares what tutorials print now with what their notebooks show; numbers differ between machines.
+
+    Raises:
+        ValueError: A notebook prints other words.
+    """
+    for path in sorted(executed.glob("*.ipynb")):
+        now, shown = words_printed(path), words_printed(kept / path.name)
+        if now != shown:
+            apart = f"lacks {sorted(now - shown)} and still has {sorted(shown - now)}"
+            raise ValueError(f"demos/{path.name} is out of date: it {apart}; run docs/notebooks.py --again {path.stem}")

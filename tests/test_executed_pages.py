@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nbformat
 import pytest
+from refusals import refused
 
 ROOT = Path(__file__).parents[1]
 
@@ -85,3 +87,15 @@ def test_the_folders_used_last_stay(pages, checkout):
     (checkout / "hooks/edits.py").write_text("new")
     new = pages.cache_folder(checkout)
     assert {*folders[0].parent.iterdir()} == {folders[2], folders[4], new}
+
+
+def test_a_notebook_whose_printed_words_have_changed_is_told(pages, tmp_path):
+    for folder, printed in (("executed", "L2H3 solves 0.96 of them"), ("kept", "L1H0 solves 0.95 of them")):
+        (tmp_path / folder).mkdir()
+        cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text=printed)])
+        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / folder / "some_heads.ipynb")
+    pages.check_notebooks(tmp_path / "executed", tmp_path / "kept")  # numbers differ between machines
+    path = tmp_path / "kept" / "some_heads.ipynb"
+    path.write_text(path.read_text().replace("solves", "does not solve"))
+    message = r"some_heads.ipynb is out of date: it lacks \['solves'\] and still has .* --again some_heads"
+    refused(message, pages.check_notebooks, tmp_path / "executed", tmp_path / "kept")
