@@ -76,11 +76,14 @@ def share_plotly(_app: Any, _page: str, _template: str, context: dict[str, Any],
 
 
 def links_of_tutorials(_app: Any, page: str, source: list[str]) -> None:
-    """Turns the links of a tutorial, which GitHub and Jupyter follow from `demos/`, into those from `docs/demos/`."""
+    """Turns the links of a tutorial, which GitHub and Jupyter follow from `demos/`, into those from `docs/`.
+
+    Links to other tutorials become roles: a path would be followed through the symlink `docs/demos` to a file that is
+    no page.
+    """
     if page.startswith("demos/"):
-        source[0] = source[0].replace("](../docs/", "](../")
-        if not HOSTED:  # there the notebooks are the pages
-            source[0] = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.py)", source[0])
+        source[0] = source[0].replace("](../docs/", "](/")
+        source[0] = re.sub(r"\[([^]]+)\]\((\w+)\.ipynb\)", r"{doc}`\1 </demos/\2>`", source[0])
 
 
 LOCAL = {"diffuse": "diffuse aligner"} | {
