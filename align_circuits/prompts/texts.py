@@ -48,8 +48,8 @@ def tokenize(
         ValueError: Lists of different lengths, an answer that does not begin at a token of its own, a wrong answer that
             begins with the same token, or a named position that is not there.
 
-    Warns of what is hardly meant: an answer that goes on with the text's last word, a space at the end of the text, and
-    a named position inside a word.
+    Warns of what is hardly meant: an answer that goes on with the text's last word, a space at the end of the text, a
+    wrong answer of several tokens beside an answer of one, and a named position inside a word.
     """
     if not texts:
         raise ValueError("no texts: give at least one")
@@ -84,6 +84,13 @@ def tokenize(
                     f"{tokenizer.decode(wrong_ids)!r}: they begin with the same token"
                 )
             elif len(right_ids) != len(wrong_ids):  # behind the first token there is nothing to compare
+                if len(right_ids) == 1:  # longer answers have later targets, for which logit_diff is refused
+                    doubts[text_name] = (
+                        f"the answer {tokenizer.decode(right_ids)!r} is 1 token and the wrong one "
+                        f"{tokenizer.decode(wrong_ids)!r} is {len(wrong_ids)}: logit_diff compares with "
+                        f"{tokenizer.decode(wrong_ids[:1])!r} alone; give a wrong answer of 1 token, "
+                        "unless that is meant"
+                    )
                 wrong_ids = wrong_ids[:1]
         tokenized.append(TokenizedText(text, answered, len(ids), wrong_ids, columns_of))
         places_of = {name: given[index] for name, given in named.items()}

@@ -320,6 +320,20 @@ def test_a_score_of_ones_own_equals_loops_over_the_cache(models, prompts, name, 
     assert ac.plots.head_map(table, "distance").data and ac.plots.top_heads(table, ["distance"]).data
 
 
+def test_a_score_of_ones_own_can_read_tokens_and_named_positions(models):
+    prompts = ac.Prompts.from_tokens([[1, 20, 21, 22], [1, 23, 24, 25]])
+    prompts = replace(prompts, positions={"country": torch.tensor([1, 2])})
+
+    def on_country(attention, targets):
+        of_target = list(targets["prompt"])  # torch warns of the arrays of pandas, which cannot be written to
+        assert (prompts.tokens[of_target, targets["target_pos"].tolist()] == torch.tensor(list(targets["token"]))).all()
+        return attention[torch.arange(len(targets)), :, prompts.positions["country"][of_target]]
+
+    found = values(ac.score_heads(models["llama"], prompts, [on_country]), "on_country")
+    attention = [patterns(models["llama"], prompts[[index]])[0][0][1, :, column] for index, column in enumerate((1, 2))]
+    assert found[0, 1] == pytest.approx(float(torch.stack(attention).mean()), rel=1e-5)
+
+
 def test_a_function_that_is_no_score_is_refused(models, prompts):
     def one(attention):
         return attention.sum(-1)

@@ -184,7 +184,9 @@ def test_texts_that_are_refused(changes, error, message):
 
 def test_a_wrong_answer_of_another_length_is_compared_at_the_first_token():
     given: Any = {"tokenizer": TOKENIZER, "answer": ["ab", "c", "ab"], "wrong": ["c", "ab", "ba"]}
-    prompts = Prompts.from_texts(["x:", "y:", "z:"], **given)
+    told = "1 of 3 texts, such as text 1: the answer 'c' is 1 token and the wrong one 'ab' is 2: .* with 'a' alone"
+    with pytest.warns(UserWarning, match=told):
+        prompts = Prompts.from_texts(["x:", "y:", "z:"], **given)
     a, b, c = (ids_of(letter)[-1] for letter in "abc")
     np.testing.assert_array_equal(prompts.targets[WRONG], [c, np.nan, a, b, a])
     first = prompts.select_targets("first")
