@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import tyro
 
-from align_circuits.cli.command_base import Verb
+from align_circuits.cli.command_base import Verb, distinct
 from align_circuits.cli.folders import Results
 from align_circuits.report.page import Section
 from align_circuits.tables.provenance import Provenance
@@ -200,12 +200,12 @@ def _in_one_alone(table: Table, first: Table, second: Table) -> Iterator[str]:
     of_parts = len(table) > len(table.of_all_targets())  # else the runs were compared over all targets
     for name, run, other in (("A", first, second), ("B", second, first)):
         compared = run.frame if of_parts else run.of_all_targets().frame
-        alone: list[str] = []
+        alone, shown = [], distinct(run).frame
         for key in run.keys:
             if key in ("layer", "head"):
                 continue
             both = (other.frame if key in other.keys else compared)[key]
-            alone += [f"{key} {value!r}" for value in run.frame[key].dropna().unique() if value not in set(both)]
+            alone += [f"{key} {value!r}" for value in shown[key].dropna().unique() if value not in set(both)]
             compared = compared.loc[compared[key].isin(both)]
         if more := len(compared) - len(table):
             alone.append(f"other heads ({more})")

@@ -95,6 +95,7 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
     """Yields the sections of a report: the heads that matter most, maps of all heads, a prompt, the table."""
     prompts = source.clean if isinstance(source, Pair) else source
     unit = UNITS.get(metric, "share")
+    is_screened = "estimated" in table.keys and True in set(table.frame["estimated"])
     for site, of_all in tables.items():
         ending = f", {site}" if site else ""
         shares = of_all.normalized().frame["value"] if table.is_paired else None
@@ -120,22 +121,32 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
             maps = [plots.head_maps(of_all, [metric], unit=unit)]
         if maps:
             heading = f"All {'heads' if of_heads else 'positions'}{ending}"
-            yield heading, "Tap or hover for a number and its interval.", maps
+            grey = " Grey: not run, see Estimates." if is_screened else ""
+            yield heading, f"Tap or hover for a number and its interval.{grey}", maps
     if table.baselines is not None:
         yield (
             "Without an edit",
             "Each metric on the prompts as they are, and what a guess would get.",
             distinct(table.baselines),
         )
-    if "estimated" in table.keys and True in set(table.frame["estimated"]):
+    if is_screened:
         screened = table.where(metric=metric, kind="all", estimated=True)
-        largest = float(np.nanmax(np.abs(screened.frame["value"].to_numpy(dtype=float))))
-        note = f"To first order, of the heads that were screened out and not run. The largest is {largest:.2g} {unit}."
-        drawn = [plots.head_maps(estimates, [metric], unit=unit) for _, estimates in _of_sites(screened)]
-        yield "Estimates", note, drawn if largest > 0 else ""
+        largest, bound = (
+            float(np.nanmax(np.abs(of.frame["value"].to_numpy(dtype=float))))
+            for of in (screened, table.where(metric=metric))
+        )
+        most = f"at most {largest:.2g} {unit}"
+        note = (
+            f"To first order, of the heads that were screened out and not run: {most}. Colours are those of All heads."
+        )
+        maps = [plots.head_map(of, metric, f"Estimates, {most}", unit) for _, of in _of_sites(screened) if largest > 0]
+        # On a scale of its own noise would look like an effect.
+        yield "Estimates", note, [drawn.update_coloraxes(cmin=-bound, cmax=bound) for drawn in maps] or ""
     heading = "A pair of prompts" if isinstance(source, Pair) else "A prompt"
     yield heading, legend_of(source), source.to_html()
     shown = distinct(table)
+    if is_screened:  # accuracy has no gradient, so no estimate
+        shown = shown._rows(np.flatnonzero(shown.frame["value"].notna() | ~shown.frame["estimated"].astype(bool)))
     if table.is_paired:
         columns = shown.normalized().frame[["value", "low", "high"]].add_prefix("normalised ")
         shown = Table(shown.frame.join(columns), shown.provenance)

@@ -525,8 +525,12 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
     assert "same: all " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", slow_but(["patch"], ["patch", "ablate"]))
-def test_a_screen_marks_its_estimates(tmp_path, capsys, verb):
+@pytest.mark.parametrize("verb", slow_but(["ablate"], ["patch", "ablate"]))
+def test_a_screen_marks_its_estimates(tmp_path, capsys, monkeypatch, verb):
+    drawn: list[Any] = []
+    for name in ("head_map", "head_maps"):
+        draw = getattr(ac.plots, name)
+        monkeypatch.setattr(ac.plots, name, lambda *a, draw=draw, **k: drawn.append(draw(*a, **k)) or drawn[-1])
     assert main([verb, "--screen", ".25", *SMALL, "--out", str(tmp_path)]) == 0
     table = Table.load(tmp_path)
     assert 0.5 < np.mean(table.frame["estimated"]) <= 0.75
@@ -539,8 +543,12 @@ def test_a_screen_marks_its_estimates(tmp_path, capsys, verb):
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     estimates = page.partition('<h2 id="estimates">')[2].partition("<h2")[0]
     estimated = table.where(estimated=True, metric="log_prob", kind="all").frame["value"].abs().max()
-    assert f"screened out and not run. The largest is {estimated:.2g} nats." in estimates
-    assert estimates.count("plotly-graph-div") == (estimated > 0)
+    assert f"screened out and not run: at most {estimated:.2g} nats" in estimates
+    assert (estimated > 0) == (verb == "ablate") == estimates.count("plotly-graph-div") == len(drawn) - 1
+    assert len({(figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) for figure in drawn}) == 1, "one scale"
+    assert "Grey: not run, see Estimates." in page
+    told = table.frame["value"].notna().to_numpy().sum()
+    assert told < len(table) and page.partition('<h2 id="all-numbers">')[2].count("<tr>") == told
     assert main(["rerun", str(tmp_path)]) == 0
     assert "same: all " in capsys.readouterr().out
 

@@ -83,8 +83,8 @@ def test_what_is_no_run_and_what_measured_something_else_are_refused(values, tmp
 
 def test_estimates_stand_beside_what_they_estimate(values, tmp_path, capsys):
     """A patch tells kinds of targets apart and names its positions; an attribution does neither."""
-    kinds: Any = pd.concat([HEADS.assign(kind=kind, positions="all") for kind in ("all", "first")])
-    first = run(np.concatenate([values[0], values[0] + 1]), tmp_path / "a", verb="patch", heads=kinds)
+    kinds: Any = pd.concat([HEADS.assign(kind=kind, positions="all") for kind in ("all", "first", "later")])
+    first = run(np.concatenate([values[0], values[0] + 1, values[0] + 2]), tmp_path / "a", verb="patch", heads=kinds)
     second = run(values[1], tmp_path / "b", verb="attribute")
     command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--overwrite", "--out", str(tmp_path / "both")]
     assert main(command) == 0
@@ -93,19 +93,23 @@ def test_estimates_stand_beside_what_they_estimate(values, tmp_path, capsys):
     np.testing.assert_allclose(made["B"], second.frame["value"])
     assert made["low"].notna().all()
     more = pd.concat([kinds, HEADS.assign(kind="all", positions="all", metric="accuracy")])
-    run(np.concatenate([values[0], values[0] + 1, values[1]]), tmp_path / "a", verb="patch", heads=more)
+    numbers = np.concatenate([values[0], values[0] + 1, values[0] + 2, values[1]])
+    run(numbers, tmp_path / "a", verb="patch", heads=more)
     capsys.readouterr()
     assert main(command) == 0
     rho, _ = spearmanr(values[0].mean(1), values[1].mean(1))
     said = capsys.readouterr().out
     assert said.split("\n\n")[1].startswith(
         f"lookup: rank correlation of the effects {rho:.2f} (Spearman, over 3 heads). "
-        "Rows of A alone: metric 'accuracy', kind 'first'. Differences"
+        "Rows of A alone: metric 'accuracy', kind 'first', kind 'later'. Differences"
     )
     assert said.index("largest differences") < said.index("report:") and "numbers are equal" not in said
     assert "with 95% intervals over the same prompts" in said, "though A has another metric too"
     again: Any = Table.load(tmp_path / "both").frame.sort_values(["layer", "head"])
     pd.testing.assert_frame_equal(again, made)
+    of_one_token = kinds[kinds["kind"] != "later"]  # whose first token is all
+    run(np.concatenate([values[0], values[0]]), tmp_path / "a", verb="patch", heads=of_one_token)
+    assert main(command) == 0 and "alone" not in capsys.readouterr().out
     run(values[0], tmp_path / "a", verb="patch", heads=kinds.iloc[:3].assign(positions=["all", "END", "S"]))
     assert main(command) == 2 and "has positions, which tells its rows apart" in capsys.readouterr().err
     run(values[0], tmp_path / "a", verb="attribute", heads=HEADS.assign(metric="kl"))

@@ -326,11 +326,13 @@ def test_a_score_of_ones_own_can_read_tokens_and_named_positions(models):
 
     def on_country(attention, targets):
         of_target = list(targets["prompt"])  # torch warns of the arrays of pandas, which cannot be written to
-        assert (prompts.tokens[of_target, targets["target_pos"].tolist()] == torch.tensor(list(targets["token"]))).all()
+        assert prompts.tokens[of_target, list(targets["target_pos"])].tolist() == list(targets["token"])
         return attention[torch.arange(len(targets)), :, prompts.positions["country"][of_target]]
 
     found = values(ac.score_heads(models["llama"], prompts, [on_country]), "on_country")
-    attention = [patterns(models["llama"], prompts[[index]])[0][0][1, :, column] for index, column in enumerate((1, 2))]
+    attention = [
+        patterns(models["llama"], prompts[[index]])[0][0][1, 1:-1, column] for index, column in enumerate((1, 2))
+    ]
     assert found[0, 1] == pytest.approx(float(torch.stack(attention).mean()), rel=1e-5)
 
 
