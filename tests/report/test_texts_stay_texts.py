@@ -151,6 +151,11 @@ def reports(names: tuple[str, ...], model: Any, found: ac.Localization) -> tuple
         heads_by_role={called[role]: heads for role, heads in found.heads_by_role.items()},
         prompts=replace(prompts, relations=relations),
     )
+    shown = found.evidence.example.pair
+    assert shown is not None
+    pair = ac.Pair(*(replace(side, token_strings=strings) for side in (shown.clean, shown.corrupted)))
+    evidence = replace(found.evidence, example=replace(found.evidence.example, pair=pair))
+    found = replace(found, evidence=evidence)
     view = plots.attention(model, prompts[0], [heads[0] for heads in found.heads_by_role.values() if heads][:2])
     table = measured({"metric": names, names[0]: names})
     parts = [found, table, found.prompts, ac.Pair(prompts, prompts)]
