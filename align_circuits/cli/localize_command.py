@@ -37,8 +37,11 @@ class Localize(SweepVerb):
 
     def _smallest_p_values(self, prompts: Prompts, corrupted: Prompts | None) -> tuple[Prompts, dict[str, float]]:
         """The prompts that test, and the smallest p-values that they allow, by role."""
+        task = self.source
+        if self.prompts is not None:
+            task = as_task(prompts, corrupted)
+            prompts = task.sample(len(prompts), seed=self.seed)  # in the order that `localize` halves
         tested = prompts[first_half(prompts) :]
-        task = as_task(prompts, corrupted) if self.prompts is not None else self.source
         return tested, smallest_p_values(tested, [role for role in task.roles if len(tested.relations.get(role, ()))])
 
     def measure(self, results: Results) -> None:
@@ -68,7 +71,8 @@ class Localize(SweepVerb):
             print(f"  {role:<12} " + ("   ".join(head_value(row, roles) for row in rows) or "none"))
         print(f"\n  not named, and the tests that failed{'' if result.unnamed else ': no head stands out'}")
         for unnamed in result.unnamed[:MAX_UNNAMED]:
-            print(f"  {unnamed}")
+            roles_of_head = [role for role, heads in result.heads_by_role.items() if unnamed.head in heads]
+            print(f"  {unnamed}" + (f" (it is named for {' and '.join(roles_of_head)})" if roles_of_head else ""))
         if (more := len(result.unnamed) - MAX_UNNAMED) > 0:
             print(f"  and {more} more, which the report names")
         print("\n" + "\n".join(f"{name}: {numbers}" for name, numbers in baselines_in_words(result).items()))

@@ -48,9 +48,10 @@ class RoleTests:
         by_role = {name: self.value(head, name, "attention") for name in self.roles}
         best = max(by_role, key=lambda name: np.nan_to_num(by_role[name], nan=-1.0))
         if not score >= self.least_score(role):
-            yield f"score {score:.2f}, below {self.least_score(role):.2f}"
+            yield f"score {_unlike(score, self.least_score(role))}, below {self.least_score(role):.2f}"
         if not attention >= self.needed.attention:
-            yield f"diffuse: {attention:.2f} of its attention on the keys, below {self.needed.attention:g}"
+            told = _unlike(attention, self.needed.attention)
+            yield f"diffuse: {told} of its attention on the keys, below {self.needed.attention:g}"
         if not attention >= self.needed.share * by_role[best]:
             yield f"more attention to the keys of {best} ({by_role[best]:.2f}) than of {role} ({attention:.2f})"
 
@@ -89,6 +90,12 @@ class RoleTests:
     def _rows(self) -> dict[tuple[int, int, str, str], tuple[float, float]]:
         columns = (self.table.frame[name].tolist() for name in ("layer", "head", "role", "metric", "value", "low"))
         return {(*key, metric): (value, low) for *key, metric, value, low in zip(*columns, strict=True)}
+
+
+def _unlike(value: float, least: float) -> str:
+    """A number with as many digits, two at least, as tell it from the threshold that it misses."""
+    rounded = [f"{value:.{digits}f}" for digits in range(2, 9)]
+    return next((text for text in rounded if float(text) != round(least, 2)), rounded[-1])
 
 
 def named_heads(tests: RoleTests, candidates: Sequence[Candidate]) -> dict[str, tuple[Head, ...]]:

@@ -6,5 +6,6 @@ from difflib import get_close_matches
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Returns "did you mean ...? " for a name that is close to one of `names`, else nothing."""
-    close = get_close_matches(name, list(names), n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
+    lower = {known.lower(): known for known in names}
+    close = get_close_matches(name.lower(), list(lower), n=1)
+    return f"did you mean {lower[close[0]]!r}? " if close else ""

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import fields, replace
+from math import comb
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ import align_circuits as ac
 from align_circuits.cli import effect_command_base, main, score_command
 from align_circuits.cli.command_base import PromptVerb
 from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
+from align_circuits.cli.localize_command import Localize
 from align_circuits.papers.localizer_zoo import auroc_figure
 from align_circuits.report.page import MAX_BYTES, packed
 from align_circuits.report.plots.figure_parts import UNITS
@@ -356,6 +358,17 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
     assert "Redundant heads" not in (tmp_path / "first" / "report.html").read_text()
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
     assert "same: all " in capsys.readouterr().out
+
+
+def test_the_smallest_p_values_before_the_run_are_those_of_the_prompts_that_test(tmp_path):
+    """`localize` halves prompts in random order: a file sorted by where the right candidate stands allows names."""
+    prompts = ac.Prompts.from_tokens([[1, 2, 3]] * 20)
+    pairs: list[Any] = [(prompt, 2, [prompt // 10]) for prompt in range(20)]
+    prompts = prompts.with_relations(own=ac.Relation.from_pairs(pairs, prompts=prompts, candidates=[0, 1]))
+    tested, limits = Localize(prompts=tmp_path / "any.jsonl", seed=3)._smallest_p_values(prompts, None)
+    own = tested.relations["own"].expand()[0].int().argmax(1).tolist()
+    assert len(own) == 10 and 1 < sum(own) < 9
+    assert limits["own"] == pytest.approx(1 / comb(10, sum(own)))
 
 
 def test_that_no_head_can_be_named_is_printed_once_and_stands_in_the_report(tmp_path, capsys):

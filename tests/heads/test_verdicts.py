@@ -80,6 +80,7 @@ def test_a_head_matters_by_either_effect():
     [
         ({}, None),
         ({"score": 0.49}, "score 0.49, below 0.50"),
+        ({"score": 0.4966}, "score 0.497, below 0.50"),
         ({"attention": 0.09}, "diffuse: 0.09 of its attention on the keys, below 0.1"),
         ({"q": 0.051}, "corrected p = 0.051, above 0.05"),
         ({"q": 0.3, "p": 0.2}, "attention p = 0.2, above 0.05: its positional bias may explain it"),

@@ -153,7 +153,8 @@ def reports(names: tuple[str, ...], model: Any, found: ac.Localization) -> tuple
     )
     shown = found.evidence.example.pair
     assert shown is not None
-    pair = ac.Pair(*(replace(side, token_strings=strings) for side in (shown.clean, shown.corrupted)))
+    clean, corrupted = (replace(side, token_strings=strings) for side in (shown.clean, shown.corrupted))
+    pair = ac.Pair(clean, corrupted)
     evidence = replace(found.evidence, example=replace(found.evidence.example, pair=pair))
     found = replace(found, evidence=evidence)
     view = plots.attention(model, prompts[0], [heads[0] for heads in found.heads_by_role.values() if heads][:2])
