@@ -394,8 +394,8 @@ def _options(settings: Any, default: Any) -> Iterator[str]:
 
 
 def interval(row: Any) -> str:
-    """Returns the value of a row with its interval."""
-    return f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+    """Returns the value of a row with its interval, if it has one."""
+    return f"{row['value']:.2f}" + ("" if pd.isna(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]")
 
 
 def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:

@@ -39,6 +39,9 @@ LEAST_SHARE = 0.01
 LISTED = "largest first of those whose interval leaves out 0"
 """Which effects `best_of` lists."""
 
+LISTED_ALONE = "largest first; a single prompt tells no interval, so take dozens"
+"""Which it lists of a single prompt, or of prompts of one group."""
+
 MOST_DRAWN = 10
 """The largest effects in the figure of those that matter."""
 
@@ -83,10 +86,11 @@ class EffectVerb(SweepVerb):
         lines = [(f"{site}: " if site else "") + best_of(of_site, metric) for site, of_site in tables.items()]
         screened = _screened(table)
         told = [f"  {line}" for line in [*lines, *screened]]
-        print("\n".join([f"{self.model}: {how}, {LISTED}\n", *told, "", *table.remarks]))
+        listed = LISTED if has_intervals(table) else LISTED_ALONE
+        print("\n".join([f"{self.model}: {how}, {listed}\n", *told, "", *table.remarks]))
         warnings = [warning.replace("log_prob", "log-probability") for warning in table.where(metric=metric).warnings]
         notes = [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
-        summary = "\n\n".join([f"{what}, {LISTED}: {lines[0]}. {but}", *lines[1:], *screened, *notes])
+        summary = "\n\n".join([f"{what}, {listed}: {lines[0]}. {but}", *lines[1:], *screened, *notes])
         sections = list(_sections(table, tables, metric, prompts))
         self.finish(results, table, title=title, summary=summary, sections=sections)
 
@@ -100,7 +104,8 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
         ending = f", {site}" if site else ""
         shares = of_all.normalized().frame["value"] if table.is_paired else None
         told = shares is not None and bool(shares.notna().any())
-        note = f"The largest effects, up or down, with 95% intervals over {table.unit}.{NORMALISED if told else ''}"
+        intervals = f", with 95% intervals over {table.unit}" if has_intervals(of_all) else ""
+        note = f"The largest effects, up or down{intervals}.{NORMALISED if told else ''}"
         drawn = plots.top_heads(of_all, [metric], _count_apart(of_all), by="absolute", normalized=told)
         yield f"What matters most{ending}", note, drawn
         of_heads = "head" in set(of_all.frame["level"])
@@ -197,6 +202,11 @@ def best_of(table: Table, metric: str) -> str:
     unclear = [head_value(row) for _, row in first[_holds_zero(first) & (first["value"].abs() > least)].iterrows()]
     larger = f". Larger than some of these, but with an interval that holds 0: {', '.join(unclear)}"
     return (", ".join(map(head_value, best)) or none) + against + (larger if unclear else "")
+
+
+def has_intervals(table: Table) -> bool:
+    """Whether any effect that was measured has an interval, for which it takes two prompts or groups of them."""
+    return bool(_measured(table).frame["low"].notna().any())
 
 
 def _holds_zero(rows: Any) -> Any:

@@ -78,7 +78,9 @@ def first_order_effects(
     def run(batch: Int[Tensor, " batch"], _tokens: int) -> None:
         rows = slice(int(batch[0]), int(batch[-1]) + 1)
         some = targets.select(rows)
-        label = torch.from_numpy(label_of[(targets.prompt >= rows.start) & (targets.prompt < rows.stop)])
+        # As an array: numpy takes a tensor of one truth value for a number.
+        chosen = ((targets.prompt >= rows.start) & (targets.prompt < rows.stop)).numpy()
+        label = torch.from_numpy(label_of[chosen])
 
         def scalars(logits: Float[Tensor, "prompt query d_vocab"]) -> Float[Tensor, " metric_label"]:
             target_rows = (some.prompt.to(logits.device), torch.searchsorted(queries, some.query).to(logits.device))

@@ -1,6 +1,7 @@
 """What effects are compared with: the same metric on clean and on corrupted prompts, without any edit."""
 
 from collections.abc import Iterator
+from math import isnan
 from typing import Any
 
 CLEAN, CORRUPTED, CHANCE = "clean", "corrupted", "chance"
@@ -70,4 +71,5 @@ def _by_metric(frame: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _shown(row: Any) -> str:
-    return f"{row['value']:.3g} [{row['low']:.3g}, {row['high']:.3g}]"
+    ends = "" if isnan(row["low"]) else f" [{row['low']:.3g}, {row['high']:.3g}]"
+    return f"{row['value']:.3g}{ends}"

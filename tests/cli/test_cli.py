@@ -371,6 +371,16 @@ def test_the_smallest_p_values_before_the_run_are_those_of_the_prompts_that_test
     assert limits["own"] == pytest.approx(1 / comb(10, sum(own)))
 
 
+@pytest.mark.parametrize("verb", [["patch"], ["attribute"], ["ablate", "--screen", ".3"]], ids=lambda verb: verb[0])
+def test_of_a_single_pair_no_interval_is_told(verb, tmp_path, capsys):
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps({"text": "kAmnB", "corrupted": "kCmnB", "answer": "A"}))
+    assert main([*verb, "--model", "toy-llama", "--prompts", str(file), "--out", str(tmp_path / "out")]) == 0
+    told = [capsys.readouterr().out, (tmp_path / "out" / "report.html").read_text(encoding="utf-8")]
+    assert all("largest first; a single prompt tells no interval" in text for text in told)
+    assert not any("leaves out 0" in text or "[nan" in text for text in told)
+
+
 def test_that_no_head_can_be_named_is_printed_once_and_stands_in_the_report(tmp_path, capsys):
     file = tmp_path / "short.jsonl"
     texts = ["kAmnB", "kCpqD", "jEmoF", "hGnlH", "iApkC", "oBmjE", "qDlhA", "nFkiG"]
