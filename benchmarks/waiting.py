@@ -8,7 +8,10 @@ fresh clone of it.
   `load` and the making of a planted circuit; of other commands the whole process.
 - `clock`: seconds on the wall; leave the machine idle.
 
-- `ratio`: to a loop or a pass of the same size beside it, as `tuning.py --loop` and `probe_rows.py` print it.
+- `ratio`: to a loop or a pass of the same size beside it, as the checkout's own `tuning.py --loop` and `probe_rows.py`
+  print it.
+
+A line whose command fails in a checkout, or that the checkout does not have, is told and left out.
 
     python benchmarks/waiting.py CHECKOUT [CHECKOUT] [--lines toy,planted] [--rounds 3] [--out FOLDER]
 
@@ -17,6 +20,7 @@ test, test-slow, ci. Those of SmolLM2 need its package in the environment that r
 """
 
 import argparse
+import math
 import os
 import platform
 import re
@@ -75,8 +79,8 @@ def started(arguments: list[str], checkout: Path) -> Measured:
 
 
 def ratio(arguments: list[str], pattern: str, checkout: Path) -> Measured:
-    """Returns the ratio that another benchmark of this folder prints."""
-    printed = python([str(Path(__file__).parent / arguments[0]), *arguments[1:]], checkout, 1)
+    """Returns the ratio that another benchmark of the checkout prints: it reads the package's own parts."""
+    printed = python([str(checkout / "benchmarks" / arguments[0]), *arguments[1:]], checkout, 1)
     found = re.search(pattern, printed)
     assert found is not None, printed
     return float(found[1]), ""
@@ -172,6 +176,15 @@ LINES = {
 """`make test` and `.ci/run` make their environment first."""
 
 
+def measured(line: Line, checkout: Path) -> Measured:
+    """Returns what a line takes; NaN where its command fails, which is told."""
+    try:
+        return line.measure(checkout)
+    except subprocess.CalledProcessError as error:
+        print(f"{line.name:48s} {checkout.name}: {error.cmd[0]} ended with {error.returncode}", flush=True)
+        return math.nan, ""
+
+
 def processor() -> str:
     """Returns what the machine calls its processor."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -193,16 +206,18 @@ def main() -> None:
     for name in arguments.lines.split(","):
         line = LINES[name]
         rounds = [
-            [line.measure(checkout) for checkout in checkouts] for _ in range(1 if line.once else arguments.rounds)
+            [measured(line, checkout) for checkout in checkouts] for _ in range(1 if line.once else arguments.rounds)
         ]
         for place, checkout in enumerate(checkouts):
             seconds = [each[place][0] for each in rounds]
+            if any(map(math.isnan, seconds)):
+                continue
             rows.append(
                 (line.name, line.clock, checkout.name, median(seconds), min(seconds), max(seconds), len(rounds))
             )
             print("{:48s} {:10s} {:12s} {:8.2f} [{:.2f}, {:.2f}], {} rounds".format(*rows[-1]), end="")
             print(f"; at most {line.most:g}" if place == len(checkouts) - 1 else "", flush=True)
-        if len(checkouts) == 2:
+        if len(checkouts) == 2 and not any(math.isnan(seconds) for each in rounds for seconds, _ in each):
             found = {each[place][1] for each in rounds for place in (0, 1)}
             ratio = median(before[0] / after[0] for before, after in rounds)
             print(f"{'':48s} {ratio:.2f} times as fast" + ("" if len(found) == 1 else "; names or verdicts differ"))
