@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 import tyro
 
 from align_circuits.cli.command_base import Verb, command_line
@@ -80,9 +81,8 @@ class Benchmark(Verb):
             table = experiment.run(config, jobs=self.workers.jobs, folder=self.folder, executor=executor)
         table = _without_wide_intervals(table)
         means = zoo.overview(table)
-        print(
-            f"{self.circuits} circuits; means over them\n\n{means.to_string(float_format='{:.2f}'.format, na_rep='–')}"
-        )
+        summary = _answer(table, self.circuits)
+        print(f"{summary}\n\n{_printed(means)}")
         rows = means.reset_index().to_html(index=False, float_format="{:.2f}".format, na_rep="–", border=0)
         controls = [f"'{name}' {what}." for name, what in zoo.CONTROLS.items() if name in set(table.frame["method"])]
         self.finish(
@@ -91,7 +91,7 @@ class Benchmark(Verb):
             settings={**self.settings, **table.provenance.settings},
             title=experiment.title,
             facts={"circuits": str(self.circuits), "command": command_line("benchmark", self, Benchmark())},
-            summary=f"{_answer(table, self.circuits)}\n\nControls in the figures and tables: {' '.join(controls)}",
+            summary=f"{summary}\n\nControls in the figures and tables: {' '.join(controls)}",
             sections=[
                 ("Overview", f"Means over circuits. {zoo.MEANING_OF_COLUMNS}", f'<div class="wide">{rows}</div>'),
                 *((name, "", figure) for name, figure in experiment.draw(table).items()),
@@ -107,14 +107,35 @@ def _without_wide_intervals(table: Table) -> Table:
     return replace(table, frame=frame)
 
 
+def _printed(means: pd.DataFrame) -> str:
+    """The overview in two tables, since one would be wider than a terminal: AUROC by role, and all else."""
+    start = "AUROC, "
+    by_role = [name for name in means if name.startswith(start)]
+    tables = {
+        "AUROC by role": means[by_role].rename(columns=lambda name: name.removeprefix(start)),
+        "Over all roles": means.drop(columns=by_role),
+    }
+    return "\n\n".join(
+        f"{heading}\n{of.rename_axis(None).to_string(float_format='{:.2f}'.format, na_rep='–')}"
+        for heading, of in tables.items()
+        if len(of.columns)
+    )
+
+
 def _answer(table: Table, circuits: int) -> str:
-    """Which method ranks heads best, with its mean AUROC, and which comes next."""
+    """Which method ranks heads best, with its mean AUROC, and which comes next; of few circuits which are ahead."""
     over_roles = table.where(trait="circuits", at="all", role="all", metric="auroc").frame
     best, *others = over_roles.sort_values("value", ascending=False, kind="stable").to_dict("records")
-    interval = "" if isnan(best["low"]) else f" [{best['low']:.2f}, {best['high']:.2f}]"
+    value = f"{best['value']:.2f}"
+    if isnan(best["low"]):  # so a rank would be told by chance
+        ahead = " and ".join(repr(row["method"]) for row in (best, *others) if f"{row['value']:.2f}" == value)
+        return (
+            f"No ranking: means over fewer than {FEWEST_WITH_INTERVAL} circuits, here {circuits}, have no interval. "
+            f"The highest mean AUROC is {value}, of {ahead}."
+        )
     rank = f" best of {len(over_roles)} methods" if others else ""
     following = f"; next is '{others[0]['method']}' with {others[0]['value']:.2f}" if others else ""
     return (
         f"'{best['method']}' tells the heads of a role from other heads{rank}: its mean AUROC is "
-        f"{best['value']:.2f}{interval} over {circuits} circuits whose heads are known{following}."
+        f"{value} [{best['low']:.2f}, {best['high']:.2f}] over {circuits} circuits whose heads are known{following}."
     )

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pandas as pd
 import torch
 import tyro
@@ -205,8 +206,8 @@ class PromptVerb(Verb):
         """How many prompts are sampled from a task."""
         return 64 if self.n is None else self.n
 
-    def prepare(self) -> tuple[Any, Prompts, Prompts | None]:
-        """Loads the model and makes the prompts, clean ones and their partners if a file has any.
+    def prepare(self, *, with_corrupted: bool = False) -> tuple[Any, Prompts, Prompts | None]:
+        """Loads the model and makes the prompts, clean ones and, if asked for, their partners if a file has any.
 
         Bad input is refused before any long work.
         """
@@ -259,7 +260,7 @@ class PromptVerb(Verb):
         else:
             with warnings.catch_warnings(record=True) as doubts:
                 warnings.simplefilter("always")
-                clean, corrupted = Prompts.from_jsonl(self.prompts, model.tokenizer)
+                clean, corrupted = Prompts.from_jsonl(self.prompts, model.tokenizer, with_corrupted=with_corrupted)
             for doubt in doubts:
                 warnings.warn_explicit(doubt.message, doubt.category, doubt.filename, doubt.lineno)
             self.doubts[:] = [str(doubt.message) for doubt in doubts]
@@ -307,7 +308,7 @@ class PromptVerb(Verb):
 
     def prepare_pair(self, **settings: Any) -> tuple[Any, Pair]:
         """Loads the model and makes a pair: of the lines of a file, or of a task's prompts and their partners."""
-        model, clean, corrupted = self.prepare()
+        model, clean, corrupted = self.prepare(with_corrupted=True)
         if self.prompts is None:
             clean, corrupted = self.source.pairs(clean, self.seed)
         if corrupted is None:
@@ -354,7 +355,9 @@ class PromptVerb(Verb):
 
 def counted(prompts: Prompts, what: str = "prompts") -> str:
     """Returns how many prompts there are, and groups of related ones, over which intervals are."""
-    return f"{len(prompts)} {what}" + ("" if prompts.group is None else f" in {prompts.n_groups} groups")
+    of_what = what.replace("prompts", "prompt", 1).replace("pairs", "pair") if len(prompts) == 1 else what
+    in_groups = "" if prompts.group is None else f" in {prompts.n_groups} group{'s' if prompts.n_groups > 1 else ''}"
+    return f"{len(prompts)} {of_what}{in_groups}"
 
 
 def _is_first(targets: pd.DataFrame) -> Any:
@@ -418,11 +421,25 @@ def accuracy_sections(table: Table, note: str = "", heading: str = "Accuracy") -
 
 
 def distinct(table: Table) -> Table:
-    """Returns a table without rows that repeat others: of answers of one token the first token is all."""
+    """Returns a table without rows that repeat others: of answers of one token the first token is all.
+
+    A place of targets (offset) is left out where its rows are those of a kind: the first token of each phrase is its
+    own kind, and in phrases of two tokens so is the later one.
+    """
     if "kind" in table.keys:
         table = table.where(kind=kinds_of(table.frame))
-    single = "offset" in table.keys and set(table.frame["offset"].dropna()) == {0}
-    return table.where(offset=None) if single else table
+    if "offset" not in table.keys:
+        return table
+    places = table.frame["offset"].dropna().unique()
+    if {*places} == {0}:
+        return table.where(offset=None)
+
+    def numbers(**chosen: Any) -> list[tuple[float, int]]:
+        return [*table.where(**chosen).frame[["value", "n"]].itertuples(index=False, name=None)]
+
+    of_kinds = [numbers(kind="first"), numbers(kind="later")]
+    repeated = [place for place in places if numbers(offset=int(place)) in of_kinds]
+    return table._rows(np.flatnonzero(~table.frame["offset"].isin(repeated)))
 
 
 def first_token(table: Table, predictor: str = "model") -> str:

@@ -11,6 +11,7 @@ import tyro
 
 from align_circuits.cli.command_base import Verb, distinct
 from align_circuits.cli.folders import Results
+from align_circuits.report import plots
 from align_circuits.report.page import Section
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.ranking import End, best_end
@@ -27,6 +28,9 @@ IN_SIGHT = 4
 
 COST = "cost"
 """The metric of `benchmark` that a clock measures, and that differs between any two runs."""
+
+CHANGE = "B - A"
+"""The column of differences as people read it."""
 
 EFFECTS = {"patch", "attribute", "ablate"}
 """The verbs whose numbers are effects of heads."""
@@ -68,7 +72,7 @@ class Compare(Verb):
             summary += f" Differences are B minus A, {why}."
         print(f"A: {self.first}\nB: {self.second}\n\n{summary}\n")
         numbers = differing.frame
-        heading, note = "Numbers that differ", "The largest differences first; value, low and high are of B minus A."
+        heading, note = "Numbers that differ", f"The largest differences first; low and high are the ends of {CHANGE}."
         if opposite:
             numbers = numbers.drop(columns=[*VALUES]).sort_values("A", key=abs, ascending=False, kind="stable")
             heading, note = "Numbers of both runs", "The largest of A first."
@@ -81,6 +85,9 @@ class Compare(Verb):
             *([("Claims", "How each claim stands in both runs.", _html(claims))] if len(claims) else []),
         ]
         if len(differing):
+            if panels := _of_heads(table):
+                # In the full range of effects a few small differences are seen to be small.
+                sections.append(("Both runs", "A point for each head.", plots.beside(panels, "A", "B", "head")))
             in_all, varied = _folded(numbers.head(IN_REPORT))
             names = [*varied]
             if names.index("A") > IN_SIGHT:
@@ -110,12 +117,33 @@ def _printed(rows: pd.DataFrame) -> str:
 
 
 def _folded(rows: pd.DataFrame) -> tuple[str, pd.DataFrame]:
-    """A sentence with the keys that are the same in all rows, and the rows without these and without empty columns."""
-    rows = rows.dropna(axis=1, how="all")
-    keys = [name for name in rows if name not in ("A", "B", *VALUES)] if len(rows) > 1 else []
+    """A sentence with the keys that are the same in all rows, and the rows without these and without empty columns.
+
+    A head is called by its layer and number in one column.
+    """
+    rows = _with_names(rows.dropna(axis=1, how="all")).rename(columns={"value": CHANGE})
+    keys = [name for name in rows if name not in ("A", "B", CHANGE, *VALUES)] if len(rows) > 1 else []
     same = [name for name in keys if len({*map(str, rows[name])}) == 1]
     in_all = ", ".join(f"{name} {rows[name].iloc[0]}" for name in same)
     return f"In all rows: {in_all}." if same else "", rows.drop(columns=same)
+
+
+def _with_names(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with the names of heads, such as L2H3, in place of their layer and number; of a layer L2, of the model –."""
+    if not {"layer", "head"} <= {*rows.columns}:
+        return rows
+    both = rows[["layer", "head"]].itertuples(index=False, name=None)
+    names = ["–" if pd.isna(layer) else f"L{layer}" if pd.isna(head) else f"L{layer}H{head}" for layer, head in both]
+    return rows.assign(head=names).drop(columns="layer")
+
+
+def _of_heads(table: Table) -> dict[str, pd.DataFrame]:
+    """The numbers of heads in both runs, by metric, where there is one for each head."""
+    if not {"layer", "head", "metric"} <= {*table.keys}:
+        return {}
+    frame = _with_names(table.of_all_targets().heads().frame.dropna(subset=["A", "B"]))
+    by_metric = {str(metric): rows for metric, rows in frame.groupby("metric", sort=False)}
+    return {} if any(rows["head"].duplicated().any() for rows in by_metric.values()) else by_metric
 
 
 def _digits(number: float) -> str:

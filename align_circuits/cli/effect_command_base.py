@@ -42,6 +42,9 @@ LISTED = "largest first of those whose interval leaves out 0"
 LISTED_ALONE = "largest first; a single prompt tells no interval, so take dozens"
 """Which it lists of a single prompt, or of prompts of one group."""
 
+MOST_LISTED = 6
+"""The largest effects that `best_of` lists, up and down."""
+
 MOST_DRAWN = 10
 """The largest effects in the figure of those that matter."""
 
@@ -185,15 +188,19 @@ def _of_sites(table: Table) -> Iterator[tuple[str, Table]]:
 
 
 def best_of(table: Table, metric: str) -> str:
-    """Returns the five rows that matter most, and of the five largest those in the other direction.
+    """Returns the largest effects, those in the expected direction first, and how many smaller ones there are.
 
-    Rows whose interval holds 0 are left out; those of the five largest are named in the end. Heads that share the keys
-    or values of one that is listed are left out.
+    The `MOST_LISTED` largest of both directions are listed; where all of them are in the other direction, the largest
+    in the expected one too. Rows whose interval holds 0 are left out; those of the five largest are named in the end.
+    Heads that share the keys or values of one that is listed are left out.
     """
     ranked, largest = (table.top(metric, len(table), by=by).frame for by in (None, "absolute"))
     sign = 1 if len(ranked) and ranked["value"].iloc[0] >= max(ranked["value"].iloc[-1], 0) else -1
-    best = [row for row in _apart_from_zero(ranked) if row["value"] * sign > 0][:5]
-    others = [row for row in _apart_from_zero(largest)[:5] if row["value"] * sign < 0]
+    apart = _apart_from_zero(largest)
+    best = [row for row in apart[:MOST_LISTED] if row["value"] * sign > 0]
+    best = best or [row for row in apart if row["value"] * sign > 0][:1]
+    others = [row for row in apart[:MOST_LISTED] if row["value"] * sign < 0]
+    smaller = len(apart) - len(best) - len(others)
     against = f". In the other direction: {', '.join(map(head_value, others))}" if others else ""
     nearest = "".join(f"; the largest is {head_value(row)}" for _, row in ranked[:1].iterrows())
     none = f"no effect in the expected direction has an interval that leaves out 0{nearest}"
@@ -201,7 +208,8 @@ def best_of(table: Table, metric: str) -> str:
     first: Any = largest[:5]
     unclear = [head_value(row) for _, row in first[_holds_zero(first) & (first["value"].abs() > least)].iterrows()]
     larger = f". Larger than some of these, but with an interval that holds 0: {', '.join(unclear)}"
-    return (", ".join(map(head_value, best)) or none) + against + (larger if unclear else "")
+    more = f". Smaller: {smaller} more" if smaller else ""
+    return (", ".join(map(head_value, best)) or none) + against + more + (larger if unclear else "")
 
 
 def has_intervals(table: Table) -> bool:

@@ -33,10 +33,13 @@ class Evaluate(PromptVerb):
         chosen: list[Metric] = [*dict.fromkeys(("accuracy", *(self.metrics or ())))]
         table = evaluate(model, prompts, metrics=chosen if self.metrics else None, options=self.options)
         shown = distinct(table)
-        print(f"{self.model}: {counted(prompts)}; 95% intervals over {table.unit}\n")
-        print(_readable(shown))
         rows = table.where(metric="accuracy", kind="all", offset=None).frame
         accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}
+        summary = f"{accuracy['model']} of all target tokens are correct"
+        if "history" in accuracy:
+            summary += f"; the history ceiling, which needs no alignment, is {accuracy['history']}"
+        print(f"{self.model}: {counted(prompts)}; 95% intervals over {table.unit}\n\n{summary}.\n")
+        print(_readable(shown))
         sections: list[Section] = [
             *accuracy_sections(table),
             ("All numbers", f"With 95% intervals over {table.unit}.", shown),
@@ -60,9 +63,6 @@ class Evaluate(PromptVerb):
             page = quoted.to_html(index=False, border=0, float_format="{:.2f}".format)
             note = "What the model answers after each text: wrong answers first. p: the probability of the right token."
             sections.insert(-1, ("Answers", note, f'<div class="wide">{page}</div>'))
-        summary = f"{accuracy['model']} of all target tokens are correct"
-        if "history" in accuracy:
-            summary += f"; the history ceiling, which needs no alignment, is {accuracy['history']}"
         self.finish(results, table, title=f"Accuracy of {self.model}", summary=f"{summary}.", sections=sections)
 
 

@@ -46,7 +46,7 @@ class Localize(SweepVerb):
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""
-        model, prompts, corrupted = self.prepare()
+        model, prompts, corrupted = self.prepare(with_corrupted=True)
         tested, limits = self._smallest_p_values(prompts, corrupted)
         print(f"{self.model}: {counted(prompts)}, half to choose candidates, half to test them")
         print(

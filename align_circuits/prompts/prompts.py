@@ -36,6 +36,7 @@ from align_circuits.prompts.texts import (
     joined,
     text_of_token,
     tokenize,
+    warn_of_far_pairs,
 )
 from align_circuits.prompts.token_html import Mark, draw_tokens
 
@@ -672,6 +673,7 @@ class Prompts:
         # Before any id is written: the corrupted ones take the columns of the clean ones.
         for name, (text, _, ids) in zip(names, pairs, strict=True):
             check_aligned(name, text, ids, tokenizer)
+        warn_of_far_pairs(names, [(text.ids[: text.n_text], ids) for text, _, ids in pairs])
         prompts = cls._of_texts(tokenized, tokenizer, groups)
         inputs, own_correct = prompts.inputs.clone(), None
         for row, (text, _, ids) in enumerate(pairs):
@@ -698,7 +700,9 @@ class Prompts:
 
     @classmethod
     @checked
-    def from_jsonl(cls, path: str | Path, tokenizer: Tokenizer) -> "tuple[Prompts, Prompts | None]":
+    def from_jsonl(
+        cls, path: str | Path, tokenizer: Tokenizer, *, with_corrupted: bool = True
+    ) -> "tuple[Prompts, Prompts | None]":
         """Reads clean prompts and their corrupted partners from a file of JSON lines; None if it has no partners.
 
         A line is an object with the keys of `align_circuits.prompts.jsonl.SCHEMA`, of which only `"text"` is required:
@@ -706,6 +710,11 @@ class Prompts:
             {"text": "When Mary and John went to the store, John gave a drink to", "answer": " Mary",
              "wrong": " John", "positions": {"IO": "Mary", "S2": ["John", 1]},
              "relations": {"name_mover": {"query": "END", "keys": ["IO"], "candidates": ["IO", "S2"]}}}
+
+        Args:
+            path: The file.
+            tokenizer: A Hugging Face tokenizer.
+            with_corrupted: False leaves the corrupted texts out, which may then have any length.
 
         Raises:
             KeyError: A relation with the name of a position that is not there.
@@ -717,7 +726,7 @@ class Prompts:
         names = [f"line {line}" for line in lines]
         try:
             tokenized = tokenize(columns["text"], tokenizer, answer, wrong, named, names)
-            if partner_texts is None:
+            if partner_texts is None or not with_corrupted:
                 clean, corrupted = cls._of_texts(tokenized, tokenizer, group), None
             else:
                 own_answer = columns.get("corrupted_answer")

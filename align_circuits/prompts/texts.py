@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from operator import ne
 from typing import Any
 
 END = "END"
@@ -157,6 +158,21 @@ def check_aligned(name: str, clean: TokenizedText, corrupted: Sequence[int], tok
                 f"{name}: at token {start} the clean text has {words!r} ({end - start} tokens) and the corrupted "
                 f"one {others!r} ({other_end - other_start} tokens): take words of equally many tokens"
             )
+
+
+def warn_of_far_pairs(names: Sequence[str], pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Warns of clean and corrupted texts of equal length, called by `names`, that differ in most of their tokens."""
+    differing = [sum(map(ne, *both)) for both in pairs]
+    lengths = [len(clean) for clean, _ in pairs]
+    far = [index for index, count in enumerate(differing) if count > lengths[index] / 2]
+    if far:
+        first = f"{names[far[0]]} in {differing[far[0]]} of {lengths[far[0]]}"
+        # The level of whoever called `Prompts.from_pairs` or `from_jsonl`, which `@checked` wraps.
+        warnings.warn(
+            f"{len(far)} of {len(pairs)} pairs differ in most of their tokens, such as {first}: patching then mixes "
+            "two texts; a corrupted text best differs in a word or two",
+            stacklevel=5,
+        )
 
 
 def _of_each(name: str, place: Any, count: int) -> list[Place]:

@@ -158,6 +158,8 @@ def _drawn(content: Content, name: str, heading: str, note: str) -> Html:
         same = [key for key in content.keys if key in frame and len(frame) > 1 and len(frame[key].unique()) == 1]
         in_all = ", ".join(f"{key} {frame[key].iloc[0]}" for key in same)
         frame = frame.drop(columns=same)
+        whole = frame.select_dtypes("Int64")  # whose missing numbers `na_rep` does not reach
+        frame = frame.assign(**whole.astype(object).where(whole.notna(), None))
         rows = frame.head(MAX_ROWS).to_html(index=False, float_format=_decimals, na_rep="–", border=0)
         lines = re.sub(r"\n *", "\n", rows)
         said = Markup("<p>In all rows: {}.</p>").format(in_all) if same else ""

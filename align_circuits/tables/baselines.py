@@ -39,6 +39,11 @@ def warnings_of(frame: Any, n: int | None = None, unit: str = "targets") -> Iter
                 f"between clean and corrupted prompts {metric} differs by {_shown(runs[GAP])}, which may be 0: these "
                 "prompts do not show that the corruption changes it, so its effects are not normalised"
             )
+        elif GAP in runs and CHANCE in runs and runs[GAP]["value"] < 0:  # so not of `kl`, which is 0 on clean prompts
+            yield (
+                f"clean - corrupted is {_shown(runs[GAP])} in {metric}: the corrupted prompts favour the answer, so a "
+                "normalised effect of 100% is a loss; look whether clean and corrupted texts are swapped"
+            )
 
 
 def unsolved(row: Any, guess: float, n: int, unit: str) -> str:
@@ -71,5 +76,10 @@ def _by_metric(frame: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _shown(row: Any) -> str:
-    ends = "" if isnan(row["low"]) else f" [{row['low']:.3g}, {row['high']:.3g}]"
-    return f"{row['value']:.3g}{ends}"
+    """A value and its interval in three digits; an end that is nothing beside the others is 0."""
+    value, low, high = (float(row[name]) for name in ("value", "low", "high"))
+    if isnan(low):
+        return f"{value:.3g}"
+    largest = max(map(abs, (value, low, high)))
+    value, low, high = (0.0 if abs(number) < 1e-6 * largest else number for number in (value, low, high))
+    return f"{value:.3g} [{low:.3g}, {high:.3g}]"

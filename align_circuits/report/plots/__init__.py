@@ -9,7 +9,7 @@ from align_circuits.report.plots.accuracy_figures import ablation, accuracy, acc
 from align_circuits.report.plots.attention_figures import attention_course, attention_maps
 from align_circuits.report.plots.circuit_figures import edge_map, faithfulness
 from align_circuits.report.plots.colours import COLOURS, DIVERGING, SEQUENTIAL
-from align_circuits.report.plots.curve_figures import curves, dots
+from align_circuits.report.plots.curve_figures import beside, curves, dots
 from align_circuits.report.plots.figure_parts import styled
 from align_circuits.report.plots.head_figures import head_map, head_maps, top_heads
 from align_circuits.report.plots.pictures import save
@@ -27,6 +27,7 @@ __all__ = [
     "attention",
     "attention_course",
     "attention_maps",
+    "beside",
     "curves",
     "dots",
     "edge_map",

@@ -1,4 +1,4 @@
-"""Figures of values with intervals: curves over steps and other scales, and dots in labelled rows."""
+"""Figures of values: curves over steps and other scales, dots in labelled rows, and two measurements of the same."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.report.plots.colours import COLOURS
+from align_circuits.report.plots.colours import COLOURS, GREY
 from align_circuits.report.plots.figure_parts import SHARES, marker, panel_grid, plain, plain_list, points, styled
 
 
@@ -71,3 +71,27 @@ def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") ->
     figure.update_layout(scattermode="group", scattergap=0.3)
     drawn = styled(figure, title, height=130 + 46 * len(names))
     return drawn.update_layout(margin={"t": 95 if title else 60}, legend={"y": -0.02})
+
+
+def beside(panels: Mapping[str, pd.DataFrame], x: str, y: str, label: str, title: str = "") -> go.Figure:
+    """Returns what was measured twice as points, the first number along x; on the dashed line both are equal.
+
+    Args:
+        panels: A frame for each panel by its caption, with the columns `x`, `y` and `label`.
+        x: The column along x.
+        y: The column along y.
+        label: The column with the name of each point, which appears on hovering.
+        title: Above the panels.
+    """
+    figure, cells = panel_grid([*panels], 0.3, plain(x), horizontal_spacing=0.09)
+    for cell, frame in zip(cells, panels.values(), strict=True):
+        both = frame[[x, y]].to_numpy(dtype=float)
+        ends = [np.nanmin(both), np.nanmax(both)]
+        line = {"color": GREY, "dash": "dash", "width": 1}
+        figure.add_trace(go.Scatter(x=ends, y=ends, mode="lines", line=line, hoverinfo="skip"), **cell)
+        hover = f"%{{text}}<br>{plain(x)} %{{x:.3g}}<br>{plain(y)} %{{y:.3g}}<extra></extra>"
+        named = {"text": plain_list(frame[label]), "hovertemplate": hover}
+        figure.add_trace(go.Scatter(x=both[:, 0], y=both[:, 1], mode="markers", marker=marker(0, 7), **named), **cell)
+    figure.update_yaxes(title=plain(y), col=1)
+    figure.update_layout(showlegend=False)
+    return styled(figure, title, height=120 + 270 * cells[-1]["row"])
