@@ -81,7 +81,7 @@ class Benchmark(Verb):
             table = experiment.run(config, jobs=self.workers.jobs, folder=self.folder, executor=executor)
         table = _without_wide_intervals(table)
         means = zoo.overview(table)
-        summary = _answer(table, self.circuits)
+        summary = answer(table, self.circuits)
         print(f"{summary}\n\n{_printed(means)}")
         rows = means.reset_index().to_html(index=False, float_format="{:.2f}".format, na_rep="–", border=0)
         controls = [f"'{name}' {what}." for name, what in zoo.CONTROLS.items() if name in set(table.frame["method"])]
@@ -112,7 +112,7 @@ def _printed(means: pd.DataFrame) -> str:
     start = "AUROC, "
     by_role = [name for name in means if name.startswith(start)]
     tables = {
-        "AUROC by role": means[by_role].rename(columns=lambda name: name.removeprefix(start)),
+        "AUROC by role": means[by_role].rename(columns={name: name.removeprefix(start) for name in by_role}),
         "Over all roles": means.drop(columns=by_role),
     }
     return "\n\n".join(
@@ -122,7 +122,7 @@ def _printed(means: pd.DataFrame) -> str:
     )
 
 
-def _answer(table: Table, circuits: int) -> str:
+def answer(table: Table, circuits: int) -> str:
     """Which method ranks heads best, with its mean AUROC, and which comes next; of few circuits which are ahead."""
     over_roles = table.where(trait="circuits", at="all", role="all", metric="auroc").frame
     best, *others = over_roles.sort_values("value", ascending=False, kind="stable").to_dict("records")

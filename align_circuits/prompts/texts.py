@@ -12,6 +12,9 @@ from typing import Any
 END = "END"
 """The name of the position that predicts the first token of the answer: the last token of the text."""
 
+FEW_TOKENS = 3
+"""So many tokens may differ between a clean and a corrupted text, however short both are."""
+
 Place = int | str | tuple[str, int]
 """Where a named position lies: an index of the text's tokens (negative from its end), or a part of the text, of which
 it is the last token; with an index, from 0, if the part occurs several times."""
@@ -164,7 +167,7 @@ def warn_of_far_pairs(names: Sequence[str], pairs: Sequence[tuple[Sequence[int],
     """Warns of clean and corrupted texts of equal length, called by `names`, that differ in most of their tokens."""
     differing = [sum(map(ne, *both)) for both in pairs]
     lengths = [len(clean) for clean, _ in pairs]
-    far = [index for index, count in enumerate(differing) if count > lengths[index] / 2]
+    far = [index for index, count in enumerate(differing) if count > max(FEW_TOKENS, lengths[index] / 2)]
     if far:
         first = f"{names[far[0]]} in {differing[far[0]]} of {lengths[far[0]]}"
         # The level of whoever called `Prompts.from_pairs` or `from_jsonl`, which `@checked` wraps.

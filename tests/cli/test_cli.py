@@ -18,7 +18,7 @@ from measured import table_of
 from plotly.offline import get_plotlyjs
 
 import align_circuits as ac
-from align_circuits.cli import effect_command_base, main, score_command
+from align_circuits.cli import benchmark_command, effect_command_base, main, score_command
 from align_circuits.cli.command_base import PromptVerb
 from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
 from align_circuits.cli.localize_command import Localize
@@ -28,7 +28,7 @@ from align_circuits.report.plots.figure_parts import UNITS
 from align_circuits.run.target_metrics import MetricName
 from align_circuits.tables.calls import Call
 from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import SHARES, Table
+from align_circuits.tables.tables import SHARES, VALUES, Table
 from align_circuits.training.tuning import TuneConfig
 
 SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
@@ -407,14 +407,13 @@ def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path
     assert main(["benchmark", *arguments]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"attention +0\.\d\d", printed) and "R-precision" in printed
+    assert max(map(len, printed.split("report: ")[0].splitlines())) <= 120, "no table is wider than a terminal"
     page = (tmp_path / "first" / "report.html").read_text()
     saved = Table.load(tmp_path / "first")
     auroc: Any = saved.where(trait="circuits", role="all", metric="auroc").frame.set_index("method")["value"]
-    best, other = auroc.sort_values(ascending=False).index
-    answer = (
-        rf"&#39;{best}&#39; tells .* best of 2 .* AUROC is {auroc[best]:.2f} over 1 .*; next is &#39;{other}&#39; with"
-    )
-    assert re.search(rf'<div class="summary">\s*<p>{answer}', page)
+    best = auroc.idxmax()
+    said = rf"No ranking: .*here 1, have no interval\. The highest mean AUROC is {auroc[best]:.2f}, of &#39;{best}&#39;"
+    assert re.search(rf'<div class="summary">\s*<p>{said}', page) and "No ranking: " in printed
     assert '<h2 id="auroc-by-role">' in page and "AUROC, align query" in page and 'border="1"' not in page
     assert "attention of .5&#39; names each head" in page and "heads that follow no role; it should be .05" in page
     assert saved.frame[["low", "high"]].isna().to_numpy().all(), "no interval of fewer than five circuits"
@@ -422,6 +421,18 @@ def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path
     (cells,) = auroc_figure(saved).data
     assert cells.texttemplate and not cells.showscale, "the cells have numbers: a bar as low as two rows says nothing"
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+
+
+def test_methods_are_ranked_where_their_means_have_intervals():
+    row = {"trait": "circuits", "at": "all", "role": "all", "metric": "auroc", "n": 5}
+    values = {"b": (0.8, 0.7, 0.9), "a": (0.9, 0.8, 0.95), "c": (0.9, 0.7, 0.95)}
+    rows = [row | {"method": name, **dict(zip(VALUES, of, strict=False))} for name, of in values.items()]
+    frame = pd.DataFrame(rows)
+    told = benchmark_command.answer(Table(frame, Provenance("benchmark")), 5)
+    assert told.startswith("'a' tells the heads of a role from other heads best of 3 methods")
+    assert "its mean AUROC is 0.90 [0.80, 0.95] over 5 circuits" in told
+    few = benchmark_command.answer(Table(frame.assign(low=np.nan, high=np.nan), Provenance("benchmark")), 3)
+    assert few.endswith("The highest mean AUROC is 0.90, of 'a' and 'c'.") and "here 3, have no interval" in few
 
 
 OWN_METHODS = """
@@ -694,9 +705,8 @@ def test_larger_effects_in_the_other_direction_are_named():
     rows = [{"level": "head", "layer": 0, "head": head, "metric": "a"} for head in range(len(values))]
     frame = pd.DataFrame(rows).assign(n=4, **dict(zip(("value", "low"), zip(*values, strict=True), strict=True)))
     frame["high"] = 2 * frame["value"] - frame["low"]
-    best, against = effect_command_base.best_of(Table(frame, Provenance("patch")), "a").split(
-        ". In the other direction: "
-    )
+    listed = effect_command_base.best_of(Table(frame, Provenance("patch")), "a")
+    best, against = listed.split(". In the other direction: ")
     zeros = frame.assign(low=-1.0, high=1.0, value=[0.01] * 8)
     assert effect_command_base.best_of(Table(zeros, Provenance("patch")), "a").startswith(
         "no effect in the expected direction has an interval that leaves out 0; the largest is L0H0"
@@ -711,8 +721,14 @@ def test_larger_effects_in_the_other_direction_are_named():
     assert effect_command_base.best_of(Table(shared, Provenance("patch")), "a").count("5.00 [") == 1, (
         "of heads with one key head"
     )
+    # The six largest of both directions, L0H6 left out: so L0H4 (1.00) is the last, and L0H7 (-.50) is counted.
     assert re.findall("H.", best) == ["H0", "H1", "H2", "H3", "H4"]
-    assert against.split(". Larger")[0] == "L0H5 -2.50 [-3.00, -2.00]"
+    assert against.split(". Larger")[0] == "L0H5 -2.50 [-3.00, -2.00]. Smaller: 1 more"
+    harmful = frame.assign(value=[-8.0, -7, -6, -5, -4, -3, -2, 0.5], low=-9.0, high=-1.0)
+    harmful.loc[7, ["low", "high"]] = 0.4, 0.6
+    of_one = effect_command_base.best_of(Table(harmful, Provenance("patch")), "a")
+    assert of_one.startswith("L0H7 0.50 [0.40, 0.60]. In the other direction: L0H0 -8.00"), "though six are larger"
+    assert of_one.count("[") == 7 and of_one.endswith(". Smaller: 1 more")
 
 
 def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):

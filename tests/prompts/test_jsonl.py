@@ -67,6 +67,21 @@ def test_every_key_is_read(file, char_tokenizer):
     assert keys.nonzero()[:, 1].tolist() == clean.positions["one"].tolist() and among.sum(1).tolist() == [2, 2]
 
 
+def test_corrupted_texts_of_another_length_are_read_only_where_they_are_needed(file, char_tokenizer):
+    path = file(LINE | {"corrupted": "bab:"})
+    with pytest.raises(ValueError, match=r"line 1: at token .* take words of equally many tokens"):
+        Prompts.from_jsonl(path, char_tokenizer)
+    clean, corrupted = Prompts.from_jsonl(path, char_tokenizer, with_corrupted=False)
+    assert corrupted is None and clean.digest == Prompts.from_jsonl(file(LINE), char_tokenizer)[0].digest
+
+
+def test_pairs_that_differ_in_most_tokens_are_told(file, char_tokenizer):
+    far = LINE | {"text": "abcdef:", "corrupted": "bcdefe:"}
+    with pytest.warns(UserWarning, match=r"1 of 2 pairs differ in most of their tokens, such as line 2 in 6 of \d"):
+        Prompts.from_jsonl(file(LINE, far), char_tokenizer)
+    Prompts.from_jsonl(file(far | {"corrupted": "bcdeef:"}), char_tokenizer)  # four of eight
+
+
 def test_only_the_text_is_required(file, char_tokenizer):
     clean, corrupted = Prompts.from_jsonl(file({"text": "abc"}, {"text": "de"}), char_tokenizer)
     assert corrupted is None and len(clean.targets) == 5 and clean.group is None

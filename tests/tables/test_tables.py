@@ -344,6 +344,9 @@ def test_effects_without_a_meaning_are_noted():
     assert re.match(
         r"between clean and corrupted prompts log_prob differs by .*, which may be 0:", guessing.warnings[1]
     )
+    swapped = with_baselines("denoise", [-1.1, -0.9, -1.1, -1.2, -0.8, -1.0], [-0.1, -0.2, -0.1, -0.3, -0.2, -0.1])
+    (warning,) = swapped.warnings
+    assert re.match(r"clean - corrupted is -0\S* \[.*\] in log_prob: .* normalised effect of 100% is a loss;", warning)
     notes = [len(re.findall("Note: (on|between) ", shown)) for shown in (str(guessing), guessing._repr_html_())]
     assert notes == [2, 2]
     normalized: Any = guessing.normalized().frame
