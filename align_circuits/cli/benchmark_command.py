@@ -110,9 +110,10 @@ def _without_wide_intervals(table: Table) -> Table:
 def _printed(means: pd.DataFrame) -> str:
     """The overview in two tables, since one would be wider than a terminal: AUROC by role, and all else."""
     start = "AUROC, "
-    by_role = [name for name in means if name.startswith(start)]
+    by_role: Any = [name for name in means if name.startswith(start)]
+    of_roles: Any = means[by_role]
     tables = {
-        "AUROC by role": means[by_role].rename(columns={name: name.removeprefix(start) for name in by_role}),
+        "AUROC by role": of_roles.rename(columns={name: name.removeprefix(start) for name in by_role}),
         "Over all roles": means.drop(columns=by_role),
     }
     return "\n\n".join(
