@@ -86,8 +86,11 @@ class Compare(Verb):
         ]
         if len(differing):
             if panels := _of_heads(table):
-                # In the full range of effects a few small differences are seen to be small.
-                sections.append(("Both runs", "A point for each head.", plots.beside(panels, "A", "B", "head")))
+                axes = {name: f"{name}: {run.provenance.verb}" for name, run in zip("AB", tables, strict=True)}
+                drawn = {metric: rows.rename(columns=axes) for metric, rows in panels.items()}
+                figure = plots.beside(drawn, axes["A"], axes["B"], "head", opposite=opposite)
+                line = "A = -B" if opposite else "A = B"
+                sections.append(("Both runs", f"A point for each head; dashed: {line}.", figure))
             in_all, varied = _folded(numbers.head(IN_REPORT))
             names = [*varied]
             if names.index("A") > IN_SIGHT:

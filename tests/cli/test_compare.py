@@ -134,6 +134,7 @@ def test_effects_with_opposite_signs_are_ranked_from_the_end_that_matters(values
     assert re.findall("<th>(.*?)</th>", shown) == ["head", "A", "B"], "what is the same stands once, above"
     assert f"<p>The largest of A first. {in_all}</p>" in shown
     assert all(len(cell.strip("-0.")) <= 3 for cell in re.findall(r"<td>(-?\d\.\d*)</td>", shown))
+    assert "A point for each head; dashed: A = -B." in page
     settings = said.split("settings that differ:\n")[1].split("\n\n")[0].splitlines()[1:]
     assert [line.split() for line in settings] == [["settings", "how", "–", "mean"]], "sites ['z'] is site z"
     run(np.ones((3, 9)), tmp_path / "b", verb="ablate")

@@ -119,6 +119,16 @@ def test_dots_stand_in_rows_from_the_top():
     assert (drawn.layout.yaxis.categoryarray, drawn.layout.xaxis.title.text) == (("b", "a"), "nats")
 
 
+@pytest.mark.parametrize("opposite", [False, True])
+def test_two_measurements_are_points_beside_the_line_on_which_they_agree(opposite):
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [-3.0, 0.5], "head": ["L0H0", "L0H1"]})
+    line, points = plots.beside({"kl": frame}, "a", "b", "head", opposite=opposite).data
+    assert (list(points.x), list(points.y), list(points.text)) == ([1, 2], [-3, 0.5], ["L0H0", "L0H1"])
+    sign = -1 if opposite else 1
+    np.testing.assert_array_equal(np.array(line.y), sign * np.array(line.x))
+    assert min(line.x) <= min(1, *(sign * points.y)) and max(line.x) >= max(2, *(sign * points.y))
+
+
 @pytest.fixture
 def effects():
     """Effects in nats, 3 at L1H0 on first tokens and nothing elsewhere."""

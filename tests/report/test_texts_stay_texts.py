@@ -128,6 +128,10 @@ def drawn_figures(names: tuple[str, ...], view: Any) -> dict[str, go.Figure]:
         "accuracy_grids": plots.accuracy_grids({first: grid, names[1]: grid}, names[2], names[3], value=names[4]),
         "curves": plots.curves({first: pd.concat(curves.values())}, "x", "by", names[1], names[2], value=names[3]),
         "dots": plots.dots(pd.DataFrame({"row": names, "by": names[::-1], **panels}), "row", "by", first, names[1]),
+        "beside": plots.beside(
+            dict.fromkeys(names, pd.DataFrame({first: [0.1, 0.2], names[1]: 0.5, "label": names[:2]})),
+            *(first, names[1], "label", names[2]),
+        ),
         "edge_map": plots.edge_map(measured(edges), first, names[1]),
         "faithfulness": plots.faithfulness({name: measured(sets) for name in names}, first),
         "attention_maps": plots.attention_maps(view, "align_query", first),

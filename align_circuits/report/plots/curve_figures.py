@@ -73,8 +73,10 @@ def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") ->
     return drawn.update_layout(margin={"t": 95 if title else 60}, legend={"y": -0.02})
 
 
-def beside(panels: Mapping[str, pd.DataFrame], x: str, y: str, label: str, title: str = "") -> go.Figure:
-    """Returns what was measured twice as points, the first number along x; on the dashed line both are equal.
+def beside(
+    panels: Mapping[str, pd.DataFrame], x: str, y: str, label: str, title: str = "", *, opposite: bool = False
+) -> go.Figure:
+    """Returns what was measured twice as points; on the dashed line both numbers are equal.
 
     Args:
         panels: A frame for each panel by its caption, with the columns `x`, `y` and `label`.
@@ -82,13 +84,15 @@ def beside(panels: Mapping[str, pd.DataFrame], x: str, y: str, label: str, title
         y: The column along y.
         label: The column with the name of each point, which appears on hovering.
         title: Above the panels.
+        opposite: Whether a gain in one is a loss in the other: on the line one is the negative of the other.
     """
-    figure, cells = panel_grid([*panels], 0.3, plain(x), horizontal_spacing=0.09)
+    figure, cells = panel_grid([*panels], 0.3, x, horizontal_spacing=0.09)
     for cell, frame in zip(cells, panels.values(), strict=True):
         both = frame[[x, y]].to_numpy(dtype=float)
-        ends = [np.nanmin(both), np.nanmax(both)]
-        line = {"color": GREY, "dash": "dash", "width": 1}
-        figure.add_trace(go.Scatter(x=ends, y=ends, mode="lines", line=line, hoverinfo="skip"), **cell)
+        along, across = both[:, 0], both[:, 1] * (-1 if opposite else 1)
+        ends = np.array([min(along.min(), across.min()), max(along.max(), across.max())])
+        dashed = {"mode": "lines", "line": {"color": GREY, "dash": "dash", "width": 1}, "hoverinfo": "skip"}
+        figure.add_trace(go.Scatter(x=ends, y=-ends if opposite else ends, **dashed), **cell)
         hover = f"%{{text}}<br>{plain(x)} %{{x:.3g}}<br>{plain(y)} %{{y:.3g}}<extra></extra>"
         named = {"text": plain_list(frame[label]), "hovertemplate": hover}
         figure.add_trace(go.Scatter(x=both[:, 0], y=both[:, 1], mode="markers", marker=marker(0, 7), **named), **cell)
