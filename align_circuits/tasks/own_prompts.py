@@ -151,5 +151,5 @@ def _in_words(relation: Relation, positions: Mapping[str, Int[Tensor, " prompt"]
     keys = [place for place, column in column_of.items() if (column >= 0).all() and key[row, column].all()]
     if not (queries and keys) or int(key.sum()) != len(keys) * len(relation):
         return f"attends from the queries of {relation.name} to its keys"
-    query = "the last token" if "END" in queries else queries[0]
-    return f"attends from {query} to {' and '.join(keys)}"
+    query = "the last token" if "END" in queries else f'"{queries[0]}"'
+    return f"attends from {query} to " + " and ".join(f'"{name}"' for name in keys)

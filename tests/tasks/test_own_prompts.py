@@ -97,7 +97,7 @@ def test_roles():
     prompts = replace(numbered(3), positions={"END": torch.tensor([1, 1, 1]), "start": torch.tensor([0, 0, 0])})
     assert OwnPrompts(prompts).roles == TOKEN_ROLES
     prompts = prompts.with_relations(mine=Relation.from_positions("END", "start", prompts=prompts))
-    assert OwnPrompts(prompts).roles == {"mine": "attends from the last token to start"}
+    assert OwnPrompts(prompts).roles == {"mine": 'attends from the last token to "start"'}
     unnamed = replace(prompts, positions={"END": prompts.positions["END"]})
     assert OwnPrompts(unnamed).roles == {"mine": "attends from the queries of mine to its keys"}
     assert list(OwnPrompts(prompts, roles=["previous", "mine"]).roles) == ["previous", "mine"]
