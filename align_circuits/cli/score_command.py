@@ -7,7 +7,7 @@ import numpy as np
 
 from align_circuits.cli.command_base import METRICS, PromptVerb, accuracy_sections, counted, first_token, head_value
 from align_circuits.cli.folders import Results
-from align_circuits.heads.candidates import position_notes
+from align_circuits.heads.candidates import chance_of, position_notes
 from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.heads.score import MEASURES, resolve
 from align_circuits.heads.thresholds import Thresholds
@@ -49,6 +49,9 @@ class Score(PromptVerb):
         some_low = any(_low(rows[rows.index < 5]).any() for rows in ranked.values())
         measured = [name for name in prompts.relations if any(_is_of(metric, name) for metric in metrics)]
         notes = position_notes(prompts, measured)
+        by_chance = chance_of(prompts, [name for name in best if name in prompts.relations and name not in AMONG_ALL])
+        told = ", ".join(f"{of:.2f} ({name})" for name, of in by_chance.items())
+        chance = f"A head that attends to all candidates alike scores {told}. " if told else ""
         last = f"Heads that pay the keys less than {LEAST_ATTENTION:g} of all their attention come last. " * some_low
         of_attending = (
             f", of heads that pay the keys at least {LEAST_ATTENTION:g} of all their attention, where there are such"
@@ -63,7 +66,7 @@ class Score(PromptVerb):
         for metric, rows in best.items():
             heads = "   ".join(head_value(row, roles) for _, row in rows.iterrows())
             print(f"  {metric:<{width}} {heads or 'no head scores above 0'}")
-        for note in ([last.rstrip()] if some_low else []) + notes:
+        for note in [*filter(None, (chance.rstrip(), last.rstrip())), *notes]:
             print(f"\n{note}")
         leaders = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in [*best.items()][:3] if len(rows))
         task = self.source if self.prompts is None else as_task(prompts)
@@ -78,8 +81,8 @@ class Score(PromptVerb):
             title=f"Attention heads of {self.model}",
             summary="\n\n".join(
                 [
-                    f"Highest scores: {leaders or 'none above 0'}. {last}{right} Scores describe where heads attend, "
-                    "not what the model uses: no head was ablated.",
+                    f"Highest scores: {leaders or 'none above 0'}. {chance}{last}{right} Scores describe where heads "
+                    "attend, not what the model uses: no head was ablated.",
                     *notes,
                 ]
             ),

@@ -48,6 +48,10 @@ def test_score_writes_a_table_a_self_contained_report_and_its_provenance(tmp_pat
     table = Table.load(tmp_path)
     best = table.top("align_query", 1).frame.iloc[0]
     assert f"L{best['layer']}H{best['head']}" in printed
+    chance = "A head that attends to all candidates alike scores 0.33 (align_query), 0.33 (align_key), 0.33 (lookup)."
+    assert chance in printed and chance in (tmp_path / "report.html").read_text(encoding="utf-8"), (
+        "one of three symbols"
+    )
     assert (table.provenance.verb, table.provenance.settings["task"]["x_len"]) == ("score", 3)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page), "the report loads something"
@@ -293,6 +297,7 @@ def test_heads_of_score_0_are_not_among_the_best(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert Table.load(tmp_path).top("sink", 1).frame["value"].iloc[0] < 0.005
     assert re.search(r"\n  sink +no head scores above 0\n", printed) and re.search(r"\n  previous +L\dH\d", printed)
+    assert "candidates alike" not in printed, "all tokens are candidates"
     assert "Highest scores: previous" in re.sub("<[^>]*>", "", (tmp_path / "report.html").read_text())
 
 
