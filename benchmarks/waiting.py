@@ -154,7 +154,7 @@ LINES = {
     ),
     "tune": Line(
         *("tune beside a plain loop with PEFT, bundled Llama", "ratio", 1.1),
-        partial(ratio, ["tuning.py", "--loop", "toy-llama", "--steps", "60"], r"tune takes ([\d.]+) times"),
+        partial(ratio, ["tuning.py", "--loop", "toy-llama", "--steps", "200"], r"tune takes ([\d.]+) times"),
     ),
     "tune-smollm2": Line(
         *("tune beside a plain loop with PEFT, SmolLM2", "ratio", 1.1),
