@@ -76,14 +76,19 @@ def share_plotly(_app: Any, _page: str, _template: str, context: dict[str, Any],
 
 
 def links_of_tutorials(_app: Any, page: str, source: list[str]) -> None:
-    """Turns the links of a tutorial, which GitHub and Jupyter follow from `demos/`, into those from `docs/`.
+    """Turns links as GitHub and Jupyter follow them into those of the pages.
 
-    Links to other tutorials become roles: a path would be followed through the symlink `docs/demos` to a file that is
-    no page.
+    A tutorial's links lead from `demos/`, here from `docs/`. Links to tutorials become roles: a path would be followed
+    through the symlink `docs/demos` to a file that is no page.
     """
     if page.startswith("demos/"):
         source[0] = source[0].replace("](../docs/", "](/")
-        source[0] = re.sub(r"\[([^]]+)\]\((\w+)\.ipynb\)", r"{doc}`\1 </demos/\2>`", source[0])
+    tutorial = r"\w+" if page.startswith("demos/") else r"(?:\.\./)+demos/\w+"
+    source[0] = re.sub(
+        rf"\[([^]]+)\]\(({tutorial})\.ipynb\)",
+        lambda link: f"{{doc}}`{link[1]} </demos/{link[2].rpartition('/')[2]}>`",
+        source[0],
+    )
 
 
 LOCAL = {"diffuse": "diffuse aligner"} | {

@@ -23,7 +23,7 @@ ROOMS = {
     "align_circuits/run": (2177, 1500),
     "align_circuits/heads": (4043, 2600),
     "align_circuits/circuits": (1269, 1100),
-    "align_circuits/localizers": (532, 500),
+    "align_circuits/localizers": (545, 500),
     "align_circuits/report": (2071, 1700),
     "align_circuits/training": (2026, 1400),
     "align_circuits/cli": (2950, 1500),

@@ -1,6 +1,6 @@
 """`align-circuits ablate`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from align_circuits.cli.command_base import counted
@@ -30,15 +30,20 @@ class Ablate(EffectVerb):
             *dict.fromkeys((self.metric, "accuracy"))
         ]  # which tells whether the model solves the task
         table = ablate_heads(model, prompts, self.how, metrics=metrics, screen=self.screen, options=self.options)
-        over = {"kind": "over tokens of one kind", "position": "over one position"}
-        replaced_by = f"mean {over[table.provenance.settings['by']]}" if self.how == "mean" else self.how
+        replaced_by = self.how
+        if self.how == "mean":
+            of_kinds = "over tokens of one kind" if self.prompts is None else "over all tokens"
+            made = table.provenance
+            replaced_by = f"mean {of_kinds if made.settings['by'] == 'kind' else 'over one position'}"
+            # Not a setting, since it follows from the prompts; `compare` tells where it differs.
+            table = replace(table, provenance=replace(made, data={**made.data, "ablated to": replaced_by}))
         self.write(
             results,
             table,
             prompts,
             self.metric,
-            how=f"{counted(prompts)}, {self.how} ablation, change of {self.metric}",
+            how=f"{counted(prompts)}, ablation to {replaced_by}, change of {self.metric}",
             title=f"Heads of {self.model} ablated",
-            what=f"Change of {IN_WORDS[self.metric]} when one head is ablated ({replaced_by})",
+            what=f"Change of {IN_WORDS[self.metric]} when one head is ablated (to {replaced_by})",
             but="A head whose work others take over shows no change: ablate such heads together.",
         )

@@ -119,11 +119,11 @@ class PromptVerb(Verb):
     prompts: Path | None = None
     """A file with a JSON object a line, such as {"text": "Ann met Bob; Bob saw", "answer": " Ann", "corrupted": "Ann
     met Bob; Ann saw", "positions": {"name": "Ann", "other": [" Bob", 0]}, "relations": {"finds the name": {"query":
-    "END", "keys": ["name"], "candidates": ["name", "other"]}}}; all but "text" may be left out. See "Your own data" in
-    the documentation. By default prompts of the task are sampled."""
+    "END", "keys": ["name"], "candidates": ["name", "other"]}}}; all but "text" may be left out. See
+    docs/your-own-data.md. By default prompts of the task are sampled."""
     own_task: Annotated[str | None, tyro.conf.arg(name="task", metavar="MODULE:CLASS")] = None
-    """A task of your own, as package.module:Class or path/file.py:Class: see "Write your own task" in the
-    documentation. Its code is run. By default the translation task, which the task options set."""
+    """A task of your own, as package.module:Class or path/file.py:Class: see
+    docs/write-your-own-task.md. Its code is run. By default the translation task, which the task options set."""
     task: tyro.conf.OmitArgPrefixes[Seq2SeqTask] = field(default_factory=Seq2SeqTask)
     """The translation task that prompts are sampled from, without --prompts and --task."""
     n: int | None = None

@@ -47,7 +47,7 @@ class Compare(Verb):
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
-        runs = [_loaded(folder) for folder in (self.first, self.second)]
+        runs = [distinct(_loaded(folder)) for folder in (self.first, self.second)]
         tables = [run.where(estimated=False) if "estimated" in run.keys else run for run in runs]
         table, paired = differences(*tables)
         settings, claims = (compared(*tables) for compared in (settings_that_differ, claims_of))

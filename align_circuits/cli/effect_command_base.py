@@ -1,6 +1,6 @@
 """What the verbs of effects (ablate, patch, attribute) share: options, what they print and what they draw."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -83,6 +83,7 @@ class EffectVerb(SweepVerb):
         title: str,
         what: str,
         but: str,
+        caveats: Sequence[str] = (),
     ) -> None:
         """Prints how it was measured and the heads that matter most; writes the results, with `what` and `but`."""
         tables = dict(_by_site(table, metric))
@@ -90,9 +91,19 @@ class EffectVerb(SweepVerb):
         screened = _screened(table)
         told = [f"  {line}" for line in [*lines, *screened]]
         listed = LISTED if has_intervals(table) else LISTED_ALONE
-        print("\n".join([f"{self.model}: {how}, {listed}\n", *told, "", *table.remarks]))
+        print(
+            "\n".join(
+                [
+                    f"{self.model}: {how}, {listed}\n",
+                    *told,
+                    "",
+                    *table.remarks,
+                    *(f"Note: {caveat}" for caveat in caveats),
+                ]
+            )
+        )
         warnings = [warning.replace("log_prob", "log-probability") for warning in table.where(metric=metric).warnings]
-        notes = [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
+        notes = [*caveats, *(f"{warning[0].upper()}{warning[1:]}." for warning in warnings)]
         summary = "\n\n".join([f"{what}, {listed}: {lines[0]}. {but}", *lines[1:], *screened, *notes])
         sections = list(_sections(table, tables, metric, prompts))
         self.finish(results, table, title=title, summary=summary, sections=sections)
@@ -130,7 +141,8 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
         if maps:
             heading = f"All {'heads' if of_heads else 'positions'}{ending}"
             grey = " Grey: not run, see Estimates." if is_screened else ""
-            yield heading, f"Tap or hover for a number and its interval.{grey}", maps
+            columns = "" if of_heads else " At columns with a number below them the tokens of the prompts differ."
+            yield heading, f"Tap or hover for a number and its interval.{columns}{grey}", maps
     if table.baselines is not None:
         yield (
             "Without an edit",

@@ -17,6 +17,11 @@ RESIDUAL = {"resid_pre", "resid_mid", "resid_post"}
 PARTS = {"head": (*HEAD_SITES, *ROTATED_SITES), "layer": LAYER_SITES}
 """What the sites are of."""
 
+UNALIGNED_COLUMNS = """\
+The prompts differ in length and are padded on the left, and positions count the padding: at one position stand other \
+words in other prompts. Name positions in the file of prompts and give --positions with their names."""
+"""What is said of effects by position where a position is not the same place of all prompts."""
+
 
 @dataclass(frozen=True)
 class Patch(EffectVerb):
@@ -76,4 +81,5 @@ class Patch(EffectVerb):
             title=f"{'Layers' if chosen == 'each' else 'Heads'} of {self.model} patched",
             what=f"Change of {IN_WORDS[self.metric]} when {description} is patched from {into} prompts",
             but=self.corruption,
+            caveats=[UNALIGNED_COLUMNS] if chosen == "each" and not bool(pair.clean.mask.all()) else [],
         )

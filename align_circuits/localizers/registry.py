@@ -11,6 +11,7 @@ One that finds edges (`benchmarked_edge_methods.EdgeLocalizer`) goes into the gr
 In place of a name stands `path/file.py:function` or `package.module:function`, whose code is then run.
 """
 
+import inspect
 import traceback
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
@@ -89,6 +90,13 @@ def _of_a_file(name: str) -> Any:
     module, found = load_own("--methods", name)
     # A class can be called too, but makes an object and no scores.
     if callable(found) and not isinstance(found, type):
+        try:
+            inspect.signature(found).bind("model", "pair")
+        except TypeError as error:
+            given = inspect.signature(found)
+            raise ValueError(
+                f"--methods {name} takes {given}: write it to be called as method(model, pair), with a model and a pair"
+            ) from error
         return found
     functions = names_in(module, lambda value: isinstance(value, FunctionType))
     *_, function = name.rpartition(":")

@@ -63,12 +63,12 @@ COLUMNS = {
 """What the overview shows beside AUROC, by metric."""
 
 MEANING_OF_COLUMNS = """\
-AUROC is the chance that a head of the role scores higher than one without a role, .5 in a random order. R-precision \
-is the share of a role's n heads among the n that score highest. Methods that also name heads for a role have a \
-recall, the share of the role's heads that they name, and false discoveries, the share of named heads that do not \
-have it. CPR and CMD (Mueller et al., 2025) tell how faithful circuits of the best heads are: a high CPR, a low CMD. \
-Cost is processor time as a \
-clock measured it, divided by that of one pass of the model over all prompts: it differs from run to run."""
+AUROC is the probability that a head of the role scores higher than one without a role, .5 in a random order. \
+R-precision is the share of a role's n heads among the n that score highest. Methods that also name heads for a role \
+have a recall, the share of the role's heads that they name, and false discoveries, the share of named heads that do \
+not have it. CPR and CMD (Mueller et al., 2025) tell how faithful circuits of the best heads are: a high CPR, a low \
+CMD. Cost is processor time as a clock measured it, divided by that of one pass of the model over all prompts: it \
+differs from run to run."""
 """What the columns of the overview are."""
 
 BY_CONTENT = ("align_query", "align_key", "lookup")

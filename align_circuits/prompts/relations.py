@@ -208,7 +208,8 @@ class _Row:
         self.query = self._column(origin, prompts, query)
         self.keys = sorted({self._column(origin, prompts, key) for key in keys})
         if self.keys[-1] > self.query:
-            raise ValueError(f"{origin}: key {self.keys[-1]} lies behind its query {self.query}, which cannot see it")
+            late = next(key for key in keys if self._column(origin, prompts, key) > self.query)
+            raise ValueError(f"{origin}: key {late!r} lies behind its query {query!r}, which cannot see it")
         if candidates is None:
             self.candidates = [int(column) for column in prompts.mask[self.prompt].nonzero()[:, 0]]
         else:

@@ -119,7 +119,9 @@ def _sections(localization: Localization) -> Iterator[Section]:
     limit = _smallest_p(localization)
     yield _section("The heads", table, found=count, limits=localization.thresholds, control=control, smallest_p=limit)
     if localization.unnamed:
-        yield _section("Heads that were not named", unnamed_table(localization), share=LARGE_EFFECT)
+        shares = localization.evidence.patching_effects.normalized().frame["value"]
+        no_gap = "" if shares.notna().any() else _TEXTS["parts"]["no_gap"]
+        yield _section("Heads that were not named", unnamed_table(localization), share=LARGE_EFFECT, no_gap=no_gap)
     if localization.redundant:
         yield _section("Redundant heads", redundant_table(localization))
     if heads:  # else all is said by the accuracy at the top
@@ -137,8 +139,8 @@ def _sections(localization: Localization) -> Iterator[Section]:
     yield _section("Scores of all heads", drawn["scores"])
     effects = [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
     yield _section("Effects of single heads", effects, estimates=_estimates(localization))
-    if localization.evidence.interchanges is not None:
-        yield _section("Interchange interventions", interchange_table(localization))
+    if (interchanges := localization.interchange_verdicts) is not None and len(interchanges):
+        yield _section("Interchange interventions", interchange_table(interchanges))
     if attention is not None:
         yield _section("Attention on the test example", attention)
     pair, prompt = localization.evidence.example.pair, localization.prompts[0]
@@ -335,10 +337,8 @@ def unnamed_table(localization: Localization) -> Html:
     return Html(f"{shown}<details><summary>{len(more)} more</summary>{_table(more, 'wrapped')}</details>")
 
 
-def interchange_table(localization: Localization) -> Html:
+def interchange_table(verdicts: pd.DataFrame) -> Html:
     """Returns the sets of heads and the single heads that carry most of the answer, each with a verdict."""
-    verdicts = localization.interchange_verdicts
-    assert verdicts is not None  # a report has this section only where interventions were asked for
     single = verdicts.loc[verdicts["patched"] == HEAD].nlargest(MAX_SINGLE, "value")
     rows = []
     for row in pd.concat([verdicts.loc[verdicts["patched"] != HEAD], single]).to_dict("records"):

@@ -458,6 +458,9 @@ def broken(model, pair):
 
 def inside(model, pair):
     return np.reshape(np.zeros(3), 5)
+
+def of_a_pair(pair):
+    return np.zeros(7)
 """
 
 
@@ -480,8 +483,9 @@ def test_benchmark_takes_a_function_of_a_file(tmp_path, capsys, monkeypatch):
         "flat": r"the method 'own_methods.py:flat' returned an array of shape \(7,\): give a number for",
         "broken": r"the method 'own_methods.py:broken' raised ZeroDivisionError: .*own_methods.py, line 15\)",
         "inside": r"'own_methods.py:inside' raised ValueError: .*own_methods.py, line 18\)",  # numpy raises it
-        "": "name one of its functions, as own_methods.py:name; it has of_a_layer, flat, broken, inside",
-        "of_layer": "own_methods has no of_layer; it has of_a_layer, flat, broken, inside",
+        "": "name one of its functions, as own_methods.py:name; it has of_a_layer, flat, broken, inside, of_a_pair",
+        "of_layer": "own_methods has no of_layer; it has of_a_layer, flat, broken, inside, of_a_pair",
+        "of_a_pair": r"own_methods.py:of_a_pair takes \(pair\): write it to be called as method\(model, pair\)",
         "LAYER": "own_methods has LAYER, which is no function; it has of_a_layer",
     }.items():
         assert main([*wanted, f"own_methods.py:{name}".removesuffix(":")]) == 2
@@ -620,12 +624,14 @@ def test_groups_and_warnings_of_a_file_stand_in_what_is_printed_and_in_the_repor
     for verb, said in (
         ("evaluate", "toy-llama: 8 prompts in 4 groups; 95% intervals over groups"),
         ("score", "best heads (95% interval over groups)"),
-        ("ablate", "toy-llama: 8 prompts in 4 groups, mean ablation"),
+        ("ablate", "toy-llama: 8 prompts in 4 groups, ablation to mean over"),
     ):
         out = tmp_path / verb
         with pytest.warns(UserWarning, match=warned):
             assert main([verb, "--model", "toy-llama", "--prompts", str(file), "--out", str(out)]) == 0
         assert said in capsys.readouterr().out
+        if verb == "ablate":  # `compare` tells by it which of two means was taken
+            assert Table.load(out).provenance.data["ablated to"] in ("mean over all tokens", "mean over one position")
         page, data = (out / "report.html").read_text(encoding="utf-8"), Table.load(out).provenance.data
         assert f"<dt>Warning</dt><dd>{warned}" in page and data["warnings"][0].startswith(warned)
         assert f"all 8 of {file}, in 4 groups</dd>" in page and data["groups"] == 4
@@ -759,6 +765,10 @@ def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
     assert main(["evaluate", *common, "--metrics", "logit_diff", "--targets", "first"]) == 0
     assert {*Table.load(tmp_path / "out").frame["kind"]} == {"all", "first"}
     common.append("--overwrite")
+    assert main(["patch", *common, "--sites", "resid_pre"]) == 0
+    printed, page = capsys.readouterr().out, (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    said = "The prompts differ in length and are padded on the left, and positions count the padding"
+    assert f"Note: {said}" in printed and said in page
     longer = [line | {"corrupted": f"k{line['corrupted']}"} for line in lines]
     pairs_file.write_text("\n".join(map(json.dumps, longer)))
     assert main(["evaluate", *common]) == 0, "which reads no corrupted text"

@@ -171,7 +171,7 @@ def test_what_the_tokenizer_finds_is_named_too(file, char_tokenizer):
         "positions": {"one": 1, "two": 2},
     }
     refused(
-        "relation 'mover', line 2: key 2 lies behind its query 1",
+        "relation 'mover', line 2: key 'two' lies behind its query 'one'",
         Prompts.from_jsonl,
         file(LINE, behind),
         char_tokenizer,
