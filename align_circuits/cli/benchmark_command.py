@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any
 
 import numpy as np
@@ -82,7 +83,7 @@ class Benchmark(Verb):
         table = _without_wide_intervals(table)
         means = zoo.overview(table)
         summary = answer(table, self.circuits)
-        print(f"{summary}\n\n{_printed(means)}")
+        print(f"{summary}\n\n{_printed(means)}\n\n{fill(zoo.MEANING_OF_COLUMNS, 100)}")
         rows = means.reset_index().to_html(index=False, float_format="{:.2f}".format, na_rep="–", border=0)
         controls = [f"'{name}' {what}." for name, what in zoo.CONTROLS.items() if name in set(table.frame["method"])]
         self.finish(

@@ -59,6 +59,10 @@ class Compare(Verb):
             alone = {name: len(run) - len(table) for name, run in zip("AB", tables, strict=True)}
             left_out = "".join(f" {count} more are in {name} alone." for name, count in alone.items() if count)
             summary = f"{len(table) - len(differing)} of {len(table)} numbers are equal in A and B.{left_out}"
+            if paired:
+                low, high = (table.frame[end].to_numpy(dtype=float) for end in ("low", "high"))
+                apart = np.count_nonzero((low > 0) | (high < 0))
+                summary += f" Of {apart} differences the interval leaves out 0."
         for name, run, measured in zip("AB", runs, tables, strict=True):
             if estimates := len(run) - len(measured):
                 summary += f" {estimates} of {len(run)} numbers of {name} are estimates of a screen, and left out."
@@ -70,7 +74,9 @@ class Compare(Verb):
             without = "without intervals" + (": the prompts differ" if other else "")
             why = "with 95% intervals over the same prompts" if paired else without
             summary += f" Differences are B minus A, {why}."
-        print(f"A: {self.first}\nB: {self.second}\n\n{summary}\n")
+        folders = zip("AB", (self.first, self.second), tables, strict=True)
+        shown_runs = {name: f"{folder} ({_measured_by(run)})" for name, folder, run in folders}
+        print("\n".join(f"{name}: {run}" for name, run in shown_runs.items()) + f"\n\n{summary}\n")
         numbers = differing.frame
         heading, note = "Numbers that differ", f"The largest differences first; low and high are the ends of {CHANGE}."
         if opposite:
@@ -108,8 +114,15 @@ class Compare(Verb):
             title=f"{' and '.join(dict.fromkeys(table.provenance.verb for table in tables))}: two runs",
             summary=summary,
             sections=sections,
-            facts={"A": str(self.first), "B": str(self.second)},
+            facts=shown_runs,
         )
+
+
+def _measured_by(run: Table) -> str:
+    """The verb of a run, with what of it was measured, where its settings tell."""
+    settings = run.provenance.settings
+    chosen = [settings.get(name) for name in ("method", "how", "direction", "metric")]
+    return ", ".join([run.provenance.verb, *(choice for choice in chosen if isinstance(choice, str))])
 
 
 def _printed(rows: pd.DataFrame) -> str:

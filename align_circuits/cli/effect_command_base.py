@@ -1,7 +1,7 @@
 """What the verbs of effects (ablate, patch, attribute) share: options, what they print and what they draw."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -41,6 +41,9 @@ LISTED = "largest first of those whose interval leaves out 0"
 
 LISTED_ALONE = "largest first; a single prompt tells no interval, so take dozens"
 """Which it lists of a single prompt, or of prompts of one group."""
+
+ROUNDING = 5e-5
+"""Effects below this share of the metric itself are as small as what float32 rounds."""
 
 MOST_LISTED = 6
 """The largest effects that `best_of` lists, up and down."""
@@ -86,25 +89,21 @@ class EffectVerb(SweepVerb):
         caveats: Sequence[str] = (),
     ) -> None:
         """Prints how it was measured and the heads that matter most; writes the results, with `what` and `but`."""
-        tables = dict(_by_site(table, metric))
-        lines = [(f"{site}: " if site else "") + best_of(of_site, metric) for site, of_site in tables.items()]
+        tables = dict(sorted(_by_site(table, metric), key=lambda site: -_largest(site[1])))
+        clean = prompts.clean if isinstance(prompts, Pair) else prompts
+        named = {site: _with_labels(of_site, clean) for site, of_site in tables.items()}
+        lines = [(f"{site}: " if site else "") + best_of(of_site, metric) for site, of_site in named.items()]
         screened = _screened(table)
         told = [f"  {line}" for line in [*lines, *screened]]
         listed = LISTED if has_intervals(table) else LISTED_ALONE
-        print(
-            "\n".join(
-                [
-                    f"{self.model}: {how}, {listed}\n",
-                    *told,
-                    "",
-                    *table.remarks,
-                    *(f"Note: {caveat}" for caveat in caveats),
-                ]
-            )
-        )
+        noted = [*table.remarks, *(f"Note: {caveat}" for caveat in caveats)]
+        print("\n".join([f"{self.model}: {how}, {listed}\n", *told, "", *noted]))
         warnings = [warning.replace("log_prob", "log-probability") for warning in table.where(metric=metric).warnings]
         notes = [*caveats, *(f"{warning[0].upper()}{warning[1:]}." for warning in warnings)]
-        summary = "\n\n".join([f"{what}, {listed}: {lines[0]}. {but}", *lines[1:], *screened, *notes])
+        answer = f"{what}, {listed}: {lines[0]}. {but}"
+        if len(lines) > 1:
+            answer = "\n".join([f"{what}, {listed}:", *lines, but])
+        summary = "\n\n".join([answer, *screened, *notes])
         sections = list(_sections(table, tables, metric, prompts))
         self.finish(results, table, title=title, summary=summary, sections=sections)
 
@@ -115,12 +114,15 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
     unit = UNITS.get(metric, "share")
     is_screened = "estimated" in table.keys and True in set(table.frame["estimated"])
     for site, of_all in tables.items():
+        if _largest(of_all) < _rounding(of_all, metric):
+            continue
         ending = f", {site}" if site else ""
         shares = of_all.normalized().frame["value"] if table.is_paired else None
         told = shares is not None and bool(shares.notna().any())
         intervals = f", with 95% intervals over {table.unit}" if has_intervals(of_all) else ""
         note = f"The largest effects, up or down{intervals}.{NORMALISED if told else ''}"
-        drawn = plots.top_heads(of_all, [metric], _count_apart(of_all), by="absolute", normalized=told)
+        named = _with_labels(of_all, prompts)
+        drawn = plots.top_heads(named, [metric], _count_apart(of_all), by="absolute", normalized=told)
         yield f"What matters most{ending}", note, drawn
         of_heads = "head" in set(of_all.frame["level"])
         maps = [plots.position_map(of_all, prompts=prompts)] if "position" in table.keys else []
@@ -206,7 +208,10 @@ def best_of(table: Table, metric: str) -> str:
     in the expected one too. Rows whose interval holds 0 are left out; those of the five largest are named in the end.
     Heads that share the keys or values of one that is listed are left out.
     """
-    ranked, largest = (table.top(metric, len(table), by=by).frame for by in (None, "absolute"))
+    if _largest(table) < (least_size := _rounding(table, metric)):
+        return f"no effect (all are below {least_size:.1g}, which rounding may make)"
+    tops: list[Any] = [table.top(metric, len(table), by=by).frame for by in (None, "absolute")]
+    ranked, largest = (rows.loc[rows["value"].abs() >= least_size] for rows in tops)
     sign = 1 if len(ranked) and ranked["value"].iloc[0] >= max(ranked["value"].iloc[-1], 0) else -1
     apart = _apart_from_zero(largest)
     best = [row for row in apart[:MOST_LISTED] if row["value"] * sign > 0]
@@ -214,7 +219,7 @@ def best_of(table: Table, metric: str) -> str:
     others = [row for row in apart[:MOST_LISTED] if row["value"] * sign < 0]
     smaller = len(apart) - len(best) - len(others)
     against = f". In the other direction: {', '.join(map(head_value, others))}" if others else ""
-    nearest = "".join(f"; the largest is {head_value(row)}" for _, row in ranked[:1].iterrows())
+    nearest = "".join(f"; the largest is {head_value(row)}" for _, row in tops[0][:1].iterrows())
     none = f"no effect in the expected direction has an interval that leaves out 0{nearest}"
     least = min((abs(row["value"]) for row in [*best, *others]), default=np.inf)
     first: Any = largest[:5]
@@ -222,6 +227,31 @@ def best_of(table: Table, metric: str) -> str:
     larger = f". Larger than some of these, but with an interval that holds 0: {', '.join(unclear)}"
     more = f". Smaller: {smaller} more" if smaller else ""
     return (", ".join(map(head_value, best)) or none) + against + more + (larger if unclear else "")
+
+
+def _largest(table: Table) -> float:
+    """The size of the largest effect."""
+    return float(np.nanmax(np.abs(table.frame["value"].to_numpy(dtype=float)), initial=0))
+
+
+def _rounding(table: Table, metric: str) -> float:
+    """The size below which an effect may be rounding alone: `ROUNDING` of the largest of the metric's baselines."""
+    if table.baselines is None:
+        return 0.0
+    frame = table.baselines.frame
+    return ROUNDING * float(frame.loc[frame["metric"] == metric, "value"].abs().max())
+
+
+def _with_labels(table: Table, prompts: Prompts) -> Table:
+    """The table with the token or the name of each numbered position, where all prompts have the same, behind it."""
+    if "position" not in table.keys:
+        return table
+    positions = list(dict.fromkeys(table.frame["position"]))
+    shown: dict[Any, Any] = {
+        position: position if isinstance(position, str) or label == str(position) else f"{position} ({label})"
+        for position, label in zip(positions, plots.position_labels(positions, prompts), strict=True)
+    }
+    return replace(table, frame=table.frame.assign(position=[shown[given] for given in table.frame["position"]]))
 
 
 def has_intervals(table: Table) -> bool:

@@ -11,7 +11,11 @@ from align_circuits.cli.folders import Results
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import answers, evaluate
 from align_circuits.run.target_metrics import CHOICE_ACCURACY, Metric
+from align_circuits.tables.baselines import unsolved
 from align_circuits.tables.tables import Table
+
+MOST_SHOWN = 200
+"""Letters of a text that are shown before an answer; of a longer one the last."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,8 @@ class Evaluate(PromptVerb):
     """Measures accuracy and other metrics with `evaluate`."""
 
     metrics: tuple[Literal["log_prob", "logit", "logit_diff", "prob", "accuracy", "choice_accuracy"], ...] | None = None
-    """What is measured beside the accuracy: by default log_prob, and logit_diff where the file has wrong answers."""
+    """What is measured beside the accuracy: by default log_prob, and choice_accuracy and logit_diff where the file has
+    wrong answers."""
 
     @property
     def wrong_for(self) -> str | None:
@@ -38,6 +43,11 @@ class Evaluate(PromptVerb):
         summary = f"{accuracy['model']} of all target tokens are correct"
         if "history" in accuracy:
             summary += f"; the history ceiling, which needs no alignment, is {accuracy['history']}"
+        if CHOICE_ACCURACY in set(table.frame["metric"]):
+            row = table.where(metric=CHOICE_ACCURACY, kind="all", offset=None).frame.iloc[0]
+            told = unsolved(row, 0.5, prompts.n_groups, table.unit)
+            summary += f". Between right and wrong answer it is right in {interval(row)} of cases (a guess: 0.50)"
+            summary += f": {told}" * bool(told)
         print(f"{self.model}: {counted(prompts)}; 95% intervals over {table.unit}\n\n{summary}.\n")
         print(_readable(shown))
         sections: list[Section] = [
@@ -54,15 +64,18 @@ class Evaluate(PromptVerb):
                 )
                 for row, end in prompts.targets[["prompt", "query_pos"]].itertuples(index=False, name=None)
             ]
-            answered.insert(1, "text", [f"…{text[-60:]}" if len(text) > 60 else text for text in before])
+            shown_texts = [f"…{text[-MOST_SHOWN:]}" if len(text) > MOST_SHOWN else text for text in before]
+            answered.insert(1, "text", shown_texts)
             wrong = answered[~answered["right"]]
             rows = wrong.head(5).to_dict("records")
+            if rows:
+                print(f"\nWrong answers, {len(rows)} of {len(wrong)}: that of the model, then the right one.")
             print("".join(f"\n  {row['answer']!r}, not {row['target']!r}: {row['text']}" for row in rows))
             answered = answered.sort_values(["right", "p"], kind="stable").head(200)
             quoted = answered.assign(**{name: answered[name].map(repr) for name in ("answer", "target")})  # " " is seen
             page = quoted.to_html(index=False, border=0, float_format="{:.2f}".format)
             note = "What the model answers after each text: wrong answers first. p: the probability of the right token."
-            sections.insert(-1, ("Answers", note, f'<div class="wide">{page}</div>'))
+            sections.insert(-1, ("Answers", note, f'<div class="wide wrapped">{page}</div>'))
         self.finish(results, table, title=f"Accuracy of {self.model}", summary=f"{summary}.", sections=sections)
 
 

@@ -79,5 +79,7 @@ class Localize(SweepVerb):
         told = hopeless_notes(tested, limits, Thresholds().fdr)  # before the run
         print("\n" + "\n".join(line for line in headline_of(result).split("\n") if line not in told))
         result = replace(result, table=replace(result.table, provenance=self.provenance_of(result.table)))
-        save_localization(result, results.new, facts=self.facts)
+        halves = f"{len(prompts) - len(tested)} to choose candidates, {len(tested)} to test them"
+        facts = {**self.facts, "prompts": f"{self.facts['prompts']}: {halves}"}
+        save_localization(result, results.new, facts=facts)
         print(f"\nreport: {results.folder / 'report.html'}")

@@ -18,8 +18,9 @@ PARTS = {"head": (*HEAD_SITES, *ROTATED_SITES), "layer": LAYER_SITES}
 """What the sites are of."""
 
 UNALIGNED_COLUMNS = """\
-The prompts differ in length and are padded on the left, and positions count the padding: at one position stand other \
-words in other prompts. Name positions in the file of prompts and give --positions with their names."""
+The prompts differ in length and are padded on the left, and positions count the padding. A position that is shown \
+with a word or a name holds it in all prompts. One with a number alone holds other words in other prompts: name it in \
+the file of prompts, and give --positions with the name."""
 """What is said of effects by position where a position is not the same place of all prompts."""
 
 

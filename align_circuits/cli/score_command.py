@@ -11,6 +11,7 @@ from align_circuits.heads.candidates import chance_of, position_notes
 from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.heads.score import MEASURES, resolve
 from align_circuits.heads.thresholds import Thresholds
+from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.report.page import legend_of
 from align_circuits.tables.tables import Table
@@ -58,7 +59,7 @@ class Score(PromptVerb):
         ) * some_low
         roles = getattr(model, "roles", None)
         print(
-            f"{self.model}: {counted(prompts, f'prompts of {prompts.inputs.shape[1]} tokens')}, "
+            f"{self.model}: {counted(prompts, f'prompts of {_lengths(prompts)} tokens')}, "
             f"{table.provenance.engine} engine"
         )
         width = max(12, *map(len, best))
@@ -103,6 +104,13 @@ class Score(PromptVerb):
                 ("A prompt", legend_of(prompts), prompts.to_html(0)),
             ],
         )
+
+
+def _lengths(prompts: Prompts) -> str:
+    """The least and the most tokens of a prompt."""
+    lengths = prompts.mask.sum(1)
+    least, most = int(lengths.min()), int(lengths.max())
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def _is_of(metric: str, relation: str) -> bool:

@@ -88,7 +88,7 @@ class Zoo:
     """Prompts for each circuit; some methods take `FEW` of them."""
 
 
-def compare(
+def benchmark_circuit(
     *,
     methods: Sequence[str],
     n: int,
@@ -116,7 +116,7 @@ def compare(
 
 
 def compared(model: PlantedModel, prompts: Prompts, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns how every method scores the heads of a model with known kinds: `compare` without p-values."""
+    """Returns how every method scores the heads of a model with known kinds: `benchmark_circuit` without p-values."""
     pair = Pair(*exchanged(prompts))
     rows: list[dict[str, Any]] = []
 
@@ -210,12 +210,12 @@ def _jobs(config: Zoo, _: Inputs) -> list[Measurement]:
         if name not in METHODS
     }:
         common["codes"] = codes
-    return [Measurement(compare, common, seed, zoo_circuit(seed).traits) for seed in seeds]
+    return [Measurement(benchmark_circuit, common, seed, zoo_circuit(seed).traits) for seed in seeds]
 
 
 def _summarize(_: Zoo, rows: Rows) -> pd.DataFrame:
     """Means over circuits, in all of them and in those alike in a trait; by role, and over the roles of a circuit."""
-    frame: Any = rows["compare"]
+    frame: Any = rows["benchmark_circuit"]
     frame["copies"] = [
         row[f"copies of {row['role']}"] if row["role"] in CIRCUIT_ROLES else np.nan for row in frame.to_dict("records")
     ]

@@ -118,7 +118,7 @@ def _doubt(tokenizer: Any, text: str, answer: str, places: Mapping[str, Place]) 
     if answer[:1].isalnum() and text[-1:].isalnum() and _joins_spaces(tokenizer, answer):
         return (
             f"the answer {answer!r} has no space before it and goes on with the word {text.split()[-1]!r}: give "
-            f"{' ' + answer!r}, unless that is meant"
+            f"{' ' + answer.strip()!r}, unless that is meant"
         )
     for name, place in places.items():
         part, occurrence = (place, 0) if isinstance(place, str) else place if isinstance(place, tuple) else ("", 0)
@@ -253,7 +253,8 @@ def _continuation(tokenizer: Any, text_name: str, what: str, text: str, ids: lis
     if both[: len(ids)] != ids or len(both) == len(ids):
         remedy = "with most tokenizers it begins with a space, and the text ends without one"
         if text.endswith(" "):
-            remedy = f"the space at the end of the text belongs to it: end the text without, and give {' ' + answer!r}"
+            spaced = " " + answer.strip()
+            remedy = f"the space at the end of the text belongs to it: end the text without, and give {spaced!r}"
         raise ValueError(f"{text_name}: the {what} {answer!r} is no token of its own behind {text[-20:]!r}; {remedy}")
     return both[len(ids) :]
 

@@ -105,7 +105,8 @@ def baselines_in_words(localization: Localization) -> dict[str, str]:
         rows = baselines.where(kind="all", metric=metric).frame.set_index("run")
         runs = [run for run in (CLEAN, CORRUPTED) if run in rows.index]
         numbers = [f"{run} {formatted(rows.loc[run, ['value', 'low', 'high']].tolist(), metric)}" for run in runs]
-        lines[name] = ", ".join([*numbers, f"a guess {rows.loc[CHANCE, 'value']:.2f}"])
+        guess = rows.loc[CHANCE, "value"]
+        lines[name] = ", ".join([*numbers, "a guess below 0.01" if 0 < guess < 0.01 else f"a guess {guess:.2f}"])
     return lines
 
 
@@ -119,8 +120,8 @@ def _sections(localization: Localization) -> Iterator[Section]:
     limit = _smallest_p(localization)
     yield _section("The heads", table, found=count, limits=localization.thresholds, control=control, smallest_p=limit)
     if localization.unnamed:
-        shares = localization.evidence.patching_effects.normalized().frame["value"]
-        no_gap = "" if shares.notna().any() else _TEXTS["parts"]["no_gap"]
+        shares = localization.evidence.patching_effects.normalized().frame["value"].to_numpy(dtype=float)
+        no_gap = _TEXTS["parts"]["no_gap"] if np.isnan(shares).all() else ""
         yield _section("Heads that were not named", unnamed_table(localization), share=LARGE_EFFECT, no_gap=no_gap)
     if localization.redundant:
         yield _section("Redundant heads", redundant_table(localization))
@@ -161,9 +162,11 @@ def _section(heading: str, content: Content | Sequence[Content], **values: Any) 
 def headline_of(localization: Localization) -> str:
     """Returns what was found, whether the model needs it, the largest effect, and the gravest caveat, a line for each.
 
-    A line has one or several sentences.
+    A line has one or several sentences. That the model is not shown to solve the prompts stands before all else.
     """
-    return "\n".join([*_found(localization), _largest_effect(localization), *_caveats(localization)[:1]])
+    found, gravest = [*_found(localization), _largest_effect(localization)], _caveats(localization)[:1]
+    guesses = bool(localization.warnings) and "a guess" in localization.warnings[0]
+    return "\n".join([*gravest, *found] if guesses and not localization.nameless else [*found, *gravest])
 
 
 def _caveats(localization: Localization) -> list[str]:

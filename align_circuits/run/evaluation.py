@@ -46,7 +46,7 @@ def evaluate(
         prompts: Prompts with targets.
         metrics: What is measured, one or several, by name or as functions of your own, as `Pair.metric`; `"kl"` is the
             divergence from the model without the edits. By default accuracy, log-probability and, where all targets
-            have a wrong answer, the logit difference.
+            have a wrong answer, the accuracy between the two answers and the logit difference.
         edits: What is changed while the model runs.
         options: Engine and batch size.
 
@@ -73,7 +73,7 @@ def evaluate(
         raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
     if metrics is None:
         compared = WRONG in prompts.targets and bool(prompts.targets[WRONG].notna().all())
-        metrics = ("accuracy", "log_prob", *(["logit_diff"] if compared else []))
+        metrics = ("accuracy", "log_prob", *(["choice_accuracy", "logit_diff"] if compared else []))
     targets = TargetMetrics.of(prompts, listed(metrics)).with_reference(model, prompts, options=options)
     values, engine = targets.measure(model, edits, options=options)
     settings = {"metrics": targets.names, **edits_provenance(edits)}

@@ -49,10 +49,13 @@ def warnings_of(frame: Any, n: int | None = None, unit: str = "targets") -> Iter
 def unsolved(row: Any, guess: float, n: int, unit: str) -> str:
     """Returns that the model is no better than a guess, or that this is not known; nothing where it is better.
 
-    Only a value at or below that of a guess says the former. An interval that holds the guess below a higher value says
-    that n are too few. Its length shrinks as 1/√n, which tells how many would leave the guess out.
+    Only an interval that ends at or below a guess says that the model does not solve the prompts. One that holds the
+    guess below a higher value says that n are too few. Its length shrinks as 1/√n, which tells how many would leave the
+    guess out.
     """
     if row["value"] <= guess:
+        if row["high"] > guess:
+            return f"no better than a guess ({guess:.3g}), but {n} {unit} are too few to show that it could not be"
         return f"no better than a guess ({guess:.3g}): the model does not solve these prompts"
     if not row["low"] <= guess:
         return ""

@@ -80,7 +80,7 @@ def train_one(*, steps: int, trained: str, seed: int) -> list[dict[str, Any]]:
 
 
 def compare_trained(*, steps: int, trained: str, methods: Sequence[str], n: int, seed: int) -> list[dict[str, Any]]:
-    """Measures how every method scores the heads of one model; the function of a job. Rows as of the zoo's `compare`.
+    """Measures how every method scores the heads of one model; the function of a job. Rows as of `benchmark_circuit`.
 
     Args:
         steps: Of the training; 0 for the model before it.

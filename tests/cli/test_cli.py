@@ -552,9 +552,10 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
         place = "  z at test input: " if several else "  resid_pre: " if each else "  "
         head = f"at {row['position']}" if each else f"H{row['head']}"
         none = "no effect in the expected direction has an interval that leaves out 0; the largest is "
-        assert re.search(f"\n{place}({none})?L{row['layer']}{' ' * each}{head} {row['value']:.2f}", printed)
+        of_row = f"({none})?L{row['layer']}{' ' * each}{head}( \\(.*?\\))? {row['value']:.2f}"
+        assert re.search(f"\n{place}({of_row}|no effect \\(all are below )", printed)
         assert ("All positions, resid_mid" in page) == each
-        assert ("\n  attn_out at examples: " in printed and "All heads, z at examples" in page) == several
+        assert ("\n  attn_out at examples: " in printed and "All heads, z at test input" in page) == several
         assert written.provenance.verb == verb
         assert any(line.startswith("prob without an edit: clean ") for line in table.remarks)
         text = html.unescape(re.sub("<[^>]+>", "", page))
@@ -740,6 +741,19 @@ def test_larger_effects_in_the_other_direction_are_named():
     of_one = effect_command_base.best_of(Table(harmful, Provenance("patch")), "a")
     assert of_one.startswith("L0H7 0.50 [0.40, 0.60]. In the other direction: L0H0 -8.00"), "though six are larger"
     assert of_one.count("[") == 7 and of_one.endswith(". Smaller: 1 more")
+
+
+def test_effects_of_rounding_are_none():
+    """Positions before the first token that differs: what float32 leaves there is no effect."""
+    rows = [{"level": "layer", "layer": layer, "metric": "a", "n": 4} for layer in range(3)]
+    frame = pd.DataFrame(rows).assign(value=[3e-6, -2e-6, 1e-6], low=[2e-6, -3e-6, -1e-6], high=[4e-6, -1e-6, 2e-6])
+    runs = pd.DataFrame({"run": ["clean", "corrupted"], "metric": "a", "value": [-1.0, -2.0], "low": -3.0, "high": 0.0})
+    baselines = Table(runs.assign(n=4), Provenance("made"))
+    told = effect_command_base.best_of(Table(frame, Provenance("patch"), baselines=baselines), "a")
+    assert told == "no effect (all are below 0.0001, which rounding may make)"
+    larger = frame.assign(value=[0.3, -2e-6, 1e-6], low=[0.2, -3e-6, -1e-6], high=[0.4, -1e-6, 2e-6])
+    told = effect_command_base.best_of(Table(larger, Provenance("patch"), baselines=baselines), "a")
+    assert told == "L0 0.30 [0.20, 0.40]"
 
 
 def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):

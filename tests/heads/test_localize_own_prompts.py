@@ -69,7 +69,7 @@ def test_verdicts_are_on_the_right_answer_above_the_wrong_one_where_each_prompt_
     ablations = found.evidence.set_ablations
     for value, low, said in (
         (1.0, 0.4, "between the two answers accuracy is 1.00, but 12 test prompts are too few to show"),
-        (0.5, 0.4, "between the two answers accuracy is 0.50, no better than a guess (0.5): the model does not solve"),
+        (0.5, 0.4, "between the two answers accuracy is 0.50, no better than a guess (0.5), but 12 test prompts are"),
         (1.0, 0.6, ""),
     ):
         frame = ablations.frame.assign(value=value, low=low)

@@ -81,7 +81,7 @@ def test_the_headline_says_what_was_found_in_the_words_of_the_task_and_if_the_mo
     baselines: Any = effects.baselines.frame
     guess = replace(effects, baselines=replace(effects.baselines, frame=baselines.assign(value=0.0, low=0.0, high=1.0)))
     guessing = replace(localization, evidence=replace(localization.evidence, patching_effects=guess))
-    assert guessing.warnings and headline_of(guessing).endswith(guessing.caveat_sentences[0]), "not of both metrics"
+    assert guessing.warnings and headline_of(guessing).startswith(guessing.caveat_sentences[0]), "before all else"
     assert len(guessing.warnings) == 2 and all("log_prob" in warning for warning in guessing.warnings)
 
 

@@ -58,7 +58,7 @@ def position_map(
         choose = [f"{key} ({', '.join(map(str, values))})" for key, values in several.items() if len(values) > 1]
         raise ValueError(f"several rows for a place: choose one {' and one '.join(choose)} with .where(...) first")
     positions = list(dict.fromkeys(frame["position"]))
-    raw = _labels(positions, prompts)
+    raw = position_labels(positions, prompts)
     labels = plain_list(raw)
     rows_of = {site: _rows(frame.loc[frame["site"] == site]) for site in dict.fromkeys(frame["site"])}
     layers = sorted({layer for rows in rows_of.values() for layer in rows if layer != WITHOUT_LAYER})
@@ -116,8 +116,8 @@ def _scale_title(frame: pd.DataFrame) -> str:
     return f"change of\n{metric}" + (f"\n({UNITS[metric]})" if metric in UNITS else "")
 
 
-def _labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:
-    """What stands below each position: its name or else its number, and the token that all prompts have there."""
+def position_labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:
+    """Returns what stands below each position: its name, and the token that all prompts have there; else its number."""
     if prompts is None:
         return [str(position) for position in positions]
     length = prompts.mask.shape[1]
