@@ -99,11 +99,11 @@ class EffectVerb(SweepVerb):
         noted = [*table.remarks, *(f"Note: {caveat}" for caveat in caveats)]
         print("\n".join([f"{self.model}: {how}, {listed}\n", *told, "", *noted]))
         warnings = [warning.replace("log_prob", "log-probability") for warning in table.where(metric=metric).warnings]
-        notes = [*caveats, *(f"{warning[0].upper()}{warning[1:]}." for warning in warnings)]
+        warned = [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
         answer = f"{what}, {listed}: {lines[0]}. {but}"
         if len(lines) > 1:
             answer = "\n".join([f"{what}, {listed}:", *lines, but])
-        summary = "\n\n".join([answer, *screened, *notes])
+        summary = "\n\n".join(["\n".join([answer, *warned]), *screened, *caveats])
         sections = list(_sections(table, tables, metric, prompts))
         self.finish(results, table, title=title, summary=summary, sections=sections)
 
