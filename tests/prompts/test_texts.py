@@ -255,6 +255,7 @@ def test_what_is_right_behind_the_clean_answer_is_known_while_both_agree(rows):
     ("text", "answer", "positions", "message"),
     [
         ("the cat", "the", {}, r"the answer 'the' has no space before it and goes on with the word 'cat': give ' the'"),
+        ("the cat", "the ", {}, r"the answer 'the ' has no space before it .*: give ' the', unless that is meant"),
         ("the cat", " the", {}, None),
         ("the cat:", "the", {}, None),
         ("the cat ", " the", {}, "the text ends with a space and the answer begins with another: end the text without"),

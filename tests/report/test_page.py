@@ -22,7 +22,7 @@ from align_circuits.papers.statistics import Measured
 from align_circuits.report import page as report
 from align_circuits.report import save_localization
 from align_circuits.report.localize_report import _sections, attention_of, figures, headline_of, named_heads
-from align_circuits.report.page import write_report
+from align_circuits.report.page import legend_of, write_report
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
 
@@ -413,3 +413,11 @@ def test_a_report_on_own_prompts_speaks_of_their_relations_alone(tmp_path, char_
     assert not re.findall(r"symbol|phrase|automaton|letter|aligner|<NA>|smallest set|score on control", shown, re.I)
     table = shown[shown.index('id="interchange-interventions"') : shown.index('id="a-pair-of-prompts"')]
     assert "<th>carries the answer</th>" in table and "No head" not in table
+    interchanges = found.evidence.interchanges
+    assert interchanges is not None
+    alone = replace(found.evidence, interchanges=interchanges.where(patched="nothing"))
+    page = save_localization(replace(found, evidence=alone), tmp_path).read_text(encoding="utf-8")
+    assert 'id="interchange-interventions"' not in page, "of no candidate"
+    two = clean.with_relations(other=ac.Relation.from_positions("END", "S1", prompts=clean, name="other"))
+    drawn_one = two.drawn_relation
+    assert legend_of(two).endswith(f" Not drawn: {({'mover', 'other'} - {drawn_one}).pop()}.")
