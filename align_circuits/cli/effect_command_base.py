@@ -119,7 +119,8 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
         ending = f", {site}" if site else ""
         shares = of_all.normalized().frame["value"] if table.is_paired else None
         told = shares is not None and bool(shares.notna().any())
-        intervals = f", with 95% intervals over {table.unit}" if has_intervals(of_all) else ""
+        skew = f"(corrected for skew: long on one side where one of the {table.unit} is far out)"
+        intervals = f", with 95% intervals over {table.unit} {skew}" if has_intervals(of_all) else ""
         note = f"The largest effects, up or down{intervals}.{NORMALISED if told else ''}"
         named = _with_labels(of_all, prompts)
         drawn = plots.top_heads(named, [metric], _count_apart(of_all), by="absolute", normalized=told)

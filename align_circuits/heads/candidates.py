@@ -153,7 +153,7 @@ def remedies(prompts: Prompts, roles: Sequence[str]) -> str:
         "Vary the order of the candidates of {}.": in_order,
         "For {} take longer texts, or a relation of your own: its p-value is among distances back.": by_distance,
         "Take more candidates for {}: its p-value is among them, not among prompts.": by_place,
-        "Take more prompts or candidates for {}.": others,
+        "Take more prompts for {}, or more candidate positions.": others,
     }
     return " ".join(sentence.format(" and ".join(of)) for sentence, of in advice.items() if of)
 

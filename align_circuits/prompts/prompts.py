@@ -671,8 +671,10 @@ class Prompts:
                 "them out"
             )
         # Before any id is written: the corrupted ones take the columns of the clean ones.
+        lengths = {name: (text.n_text, len(ids)) for name, (text, _, ids) in zip(names, pairs, strict=True)}
+        uneven = [name for name, (one, other) in lengths.items() if one != other]
         for name, (text, _, ids) in zip(names, pairs, strict=True):
-            check_aligned(name, text, ids, tokenizer)
+            check_aligned(name, text, ids, tokenizer, uneven[1:])
         warn_of_far_pairs(names, [(text.ids[: text.n_text], ids) for text, _, ids in pairs])
         prompts = cls._of_texts(tokenized, tokenizer, groups)
         inputs, own_correct = prompts.inputs.clone(), None

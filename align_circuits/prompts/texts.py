@@ -144,11 +144,14 @@ def _joins_spaces(tokenizer: Any, word: str) -> bool:
     return alone != behind_space and len(behind_space) <= len(alone)
 
 
-def check_aligned(name: str, clean: TokenizedText, corrupted: Sequence[int], tokenizer: Any) -> None:
+def check_aligned(
+    name: str, clean: TokenizedText, corrupted: Sequence[int], tokenizer: Any, others: Sequence[str] = ()
+) -> None:
     """Raises unless a corrupted text has as many tokens as its clean one.
 
     Raises:
-        ValueError: They differ in length; the message shows the first place where they do, of the pair of this name.
+        ValueError: They differ in length; the message shows the first place where they do, of the pair of this name,
+            and names `others` that do.
     """
     ids = clean.ids[: clean.n_text]
     if len(ids) == len(corrupted):
@@ -156,11 +159,17 @@ def check_aligned(name: str, clean: TokenizedText, corrupted: Sequence[int], tok
     # Left to itself, it ignores tokens that are frequent in a long text.
     for _, start, end, other_start, other_end in SequenceMatcher(None, ids, corrupted, autojunk=False).get_opcodes():
         if end - start != other_end - other_start:
-            words, others = (tokenizer.decode(ids[start:end]), tokenizer.decode(corrupted[other_start:other_end]))
+            words, other_words = (tokenizer.decode(ids[start:end]), tokenizer.decode(corrupted[other_start:other_end]))
+            shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
             raise ValueError(
-                f"{name}: at token {start} the clean text has {words!r} ({end - start} tokens) and the corrupted "
-                f"one {others!r} ({other_end - other_start} tokens): take words of equally many tokens"
+                f"{name}: at token {start} the clean text has {words!r} ({_tokens(end - start)}) and the corrupted "
+                f"one {other_words!r} ({_tokens(other_end - other_start)}): take words of equally many tokens"
+                + (f"; so it is with {shown}" if others else "")
             )
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"
 
 
 def warn_of_far_pairs(names: Sequence[str], pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:

@@ -162,11 +162,15 @@ def _section(heading: str, content: Content | Sequence[Content], **values: Any) 
 def headline_of(localization: Localization) -> str:
     """Returns what was found, whether the model needs it, the largest effect, and the gravest caveat, a line for each.
 
-    A line has one or several sentences. That the model is not shown to solve the prompts stands before all else.
+    A line has one or several sentences. That the model is not shown to solve the prompts stands before all else. Where
+    no head is named, it says which p-values the prompts do not allow.
     """
-    found, gravest = [*_found(localization), _largest_effect(localization)], _caveats(localization)[:1]
-    guesses = bool(localization.warnings) and "a guess" in localization.warnings[0]
-    return "\n".join([*gravest, *found] if guesses and not localization.nameless else [*found, *gravest])
+    found = [*_found(localization), _largest_effect(localization)]
+    told = [sentence for sentence in _caveats(localization) if "than a guess" in sentence]
+    gravest = [sentence for sentence in _caveats(localization) if sentence not in told][:1]
+    out_of_reach = [] if localization.named_heads else [*filter(None, [_smallest_p(localization).strip()])]
+    after = [*out_of_reach, *gravest]
+    return "\n".join([*found, *told, *after] if localization.nameless else [*told, *found, *after])
 
 
 def _caveats(localization: Localization) -> list[str]:

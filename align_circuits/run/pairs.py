@@ -90,7 +90,9 @@ class Pair:
 
     def to_html(self, index: int = 0) -> str:
         """Returns a clean prompt, its corrupted partner and their target as HTML; tokens that differ are underlined."""
-        both = {"clean": (self.clean, self.corrupted), "corrupted": (self.corrupted, self.clean)}
+        # What the clean prompt's relations are need not hold in a corrupted text of one's own.
+        corrupted = self.corrupted if self.corrupted.is_aligned else replace(self.corrupted, relations={})
+        both = {"clean": (self.clean, self.corrupted), "corrupted": (corrupted, self.clean)}
         drawn = "".join(
             f"<div><b>{name}</b></div>{prompts.to_html(index, beside=other)}" for name, (prompts, other) in both.items()
         )

@@ -32,7 +32,7 @@ def warnings_of(frame: Any, n: int | None = None, unit: str = "targets") -> Iter
         if {CLEAN, CHANCE} <= runs.keys():
             clean, guess = runs[CLEAN], float(runs[CHANCE]["value"])
             if told := unsolved(clean, guess, int(clean["n"]) if n is None else n, unit):
-                so = f", so effects on {metric} do not show how it would" if clean["value"] <= guess else ""
+                so = ", so effects do not show how the model finds the answer" if clean["value"] <= guess else ""
                 yield f"on the clean prompts {metric} is {_shown(clean)}, {told}{so}"
         if GAP in runs and not is_apart(runs[GAP]):
             yield (

@@ -787,7 +787,7 @@ def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
     pairs_file.write_text("\n".join(map(json.dumps, longer)))
     assert main(["evaluate", *common]) == 0, "which reads no corrupted text"
     assert main(["patch", *common]) == 2
-    assert "line 1: at token 2 the clean text has 'A' (1 tokens) and the corrupted one 'kB'" in capsys.readouterr().err
+    assert "line 1: at token 2 the clean text has 'A' (1 token) and the corrupted one 'kB'" in capsys.readouterr().err
     lines = [{"text": line["text"]} for line in lines]
     pairs_file.write_text("\n".join(map(json.dumps, lines)))
     assert main(["patch", *common, "--positions", "each"]) == 2

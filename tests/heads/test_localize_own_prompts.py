@@ -91,7 +91,7 @@ def test_what_would_allow_smaller_p_values_depends_on_what_is_redrawn():
     own = ac.Relation.from_pairs(pairs, prompts=prompts[:3], candidates=[1, 2])
     fixed = ac.Relation.from_pairs([(row, 5, [1]) for row in range(3)], prompts=prompts[:3])
     both = prompts[:3].with_relations(own=own, fixed=fixed)
-    assert remedies(both, ["own"]) == "Take more prompts or candidates for own."
+    assert remedies(both, ["own"]) == "Take more prompts for own, or more candidate positions."
     assert remedies(both, ["fixed"]).startswith("Take more candidates for fixed: its p-value is among them, not")
 
 

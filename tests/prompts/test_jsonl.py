@@ -71,6 +71,9 @@ def test_corrupted_texts_of_another_length_are_read_only_where_they_are_needed(f
     path = file(LINE | {"corrupted": "bab:"})
     with pytest.raises(ValueError, match=r"line 1: at token .* take words of equally many tokens"):
         Prompts.from_jsonl(path, char_tokenizer)
+    with pytest.raises(ValueError, match=r"line 1: .* take words of equally many tokens; so it is with line 2, line 3"):
+        Prompts.from_jsonl(file(*[LINE | {"corrupted": "bab:"}] * 3), char_tokenizer)
+    path = file(LINE | {"corrupted": "bab:"})
     clean, corrupted = Prompts.from_jsonl(path, char_tokenizer, with_corrupted=False)
     assert corrupted is None and clean.digest == Prompts.from_jsonl(file(LINE), char_tokenizer)[0].digest
 

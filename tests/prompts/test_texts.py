@@ -289,14 +289,14 @@ def test_pairs_that_are_refused(byte_bpe_tokenizer):
     refused("corrupted: 2 for 1 clean texts", Prompts.from_pairs, ["ab"], ["ab", "ba"], TOKENIZER, answer=["c"])
     refused("corrupted: 1 for 2 clean texts", Prompts.from_pairs, ["ab", "ba"], ["ab"], TOKENIZER, answer=["c", "c"])
     message = (
-        r"pair 1: at token 1 the clean text has ' cat' \(1 tokens\) and the corrupted one ' ferret' \(\d tokens\): "
+        r"pair 1: at token 1 the clean text has ' cat' \(1 token\) and the corrupted one ' ferret' \(\d tokens\): "
         "take words of equally many tokens"
     )
     texts = ["the cat sat"] * 2, ["the dog sat", "the ferret sat"]
     refused(message, Prompts.from_pairs, *texts, byte_bpe_tokenizer, answer=[" on", " on"])
     drawn = torch.randint(20, (240,), generator=torch.Generator().manual_seed(0)).tolist()
     long = TokenizedText("", drawn, 240, [], {})
-    message = r"pair 3: at token 100 the clean text has '' \(0 tokens\) and .* \(1 tokens\)"
+    message = r"pair 3: at token 100 the clean text has '' \(0 tokens\) and .* \(1 token\)"
     refused(message, check_aligned, "pair 3", long, [*drawn[:100], 30, *drawn[100:]], byte_bpe_tokenizer)
     (text,) = tokenize(["the cat"], byte_bpe_tokenizer, None, None, None)
     check_aligned("pair 0", text, text.ids, byte_bpe_tokenizer)

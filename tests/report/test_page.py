@@ -133,8 +133,8 @@ def test_a_role_whose_p_values_are_hardly_small_enough_is_named_if_it_has_no_hea
     task = replace(localization.task, smallest_p={"lookup": smallest, "align_query": smallest})
     found = replace(localization, table=table, task=task, heads_by_role={**localization.heads_by_role, "lookup": ()})
     note = next(note for heading, note, _ in _sections(found) if heading == "The heads")
-    assert (f"no p-value below {smallest:.2g} for lookup: corrected for 8 candidates" in note) == said
-    assert ("Take more prompts or candidates for lookup." in note) == said
+    assert (f"no p-value below {smallest:.2g} for lookup: corrected for 8 tested heads" in note) == said
+    assert ("Take more prompts for lookup, or more candidate positions." in note) == said
 
 
 def test_too_few_control_sets_for_any_verdict_are_told_beside_the_verdicts(localization):

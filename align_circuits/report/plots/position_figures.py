@@ -117,10 +117,13 @@ def _scale_title(frame: pd.DataFrame) -> str:
 
 
 def position_labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:
-    """Returns what stands below each position: its name, and the token that all prompts have there; else its number."""
+    """Returns what stands below each position: its name, and the token that all prompts have there; else its number.
+
+    Behind the last position that predicts, where nothing can matter, an answer that differs has no number.
+    """
     if prompts is None:
         return [str(position) for position in positions]
-    length = prompts.mask.shape[1]
+    length, last = prompts.mask.shape[1], prompts.targets["query_pos"].max()  # NaN without targets
     labels = []
     for position in positions:
         if isinstance(position, str):
@@ -133,7 +136,8 @@ def position_labels(positions: Sequence[Any], prompts: Prompts | None) -> list[s
                 f"position {position} is not in these prompts of {length} tokens: give those that were patched"
             )
         token = "" if columns is None else _common_token(prompts, columns)
-        labels.append(": ".join(filter(None, [name, token])) or str(position))
+        number = "answer" if not isinstance(position, str) and position > last else str(position)
+        labels.append(": ".join(filter(None, [name, token])) or number)
     return labels
 
 
