@@ -240,7 +240,8 @@ def _rounding(table: Table, metric: str) -> float:
     if table.baselines is None:
         return 0.0
     frame = table.baselines.frame
-    return ROUNDING * float(frame.loc[frame["metric"] == metric, "value"].abs().max())
+    values = frame.loc[frame["metric"] == metric, "value"].to_numpy(dtype=float)
+    return ROUNDING * float(np.nanmax(np.abs(values), initial=0))
 
 
 def _with_labels(table: Table, prompts: Prompts) -> Table:

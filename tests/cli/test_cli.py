@@ -699,10 +699,13 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     capsys.readouterr()
     assert main(["evaluate", *common, "--n", "4", "--out", str(tmp_path / "evaluate")]) == 0
     evaluated = Table.load(tmp_path / "evaluate").where(kind="all", offset=None).frame["metric"].tolist()
-    assert evaluated == ["accuracy", "log_prob", "logit_diff"], "with wrong answers in the file"
+    assert evaluated == ["accuracy", "log_prob", "choice_accuracy", "logit_diff"], "with wrong answers in the file"
     printed = capsys.readouterr().out
     assert re.search(r"\n +metric +value +95% interval +n\n +accuracy +0\.\d{3} +\[", printed) and "NA" not in printed
-    assert len(re.findall(r"\[-?\d", printed)) == 3, "no row twice, though the first token is all"
+    assert "Between right and wrong answer it is right in " in printed.partition("metric")[0]
+    assert len(re.findall(r"\[-?\d", printed.partition("metric")[2])) == 4, (
+        "no row twice, though the first token is all"
+    )
     page = (tmp_path / "evaluate" / "report.html").read_text(encoding="utf-8")
     assert re.search(r"\n  '.+', not 'B': <bos>kAmnBopA", printed) and "Answers" in page and "kAm" in page
     pairs_file.write_text(pairs_file.read_text().replace("kAm", "jAm"))
