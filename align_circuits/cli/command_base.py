@@ -423,8 +423,9 @@ def accuracy_sections(table: Table, note: str = "", heading: str = "Accuracy") -
 def distinct(table: Table) -> Table:
     """Returns a table without rows that repeat others: of answers of one token the first token is all.
 
-    A place of targets (offset) is left out where its rows are those of a kind: the first token of each phrase is its
-    own kind, and in phrases of two tokens so is the later one.
+    A place of targets (offset) is left out where its rows are those of a kind: place 0 of the first tokens, and place 1
+    of the later ones where no phrase has a third. For tables of `evaluate` and of effects, whose kinds are all targets,
+    the first ones and later ones: an experiment may have others.
     """
     if "kind" in table.keys:
         table = table.where(kind=kinds_of(table.frame))
@@ -437,8 +438,9 @@ def distinct(table: Table) -> Table:
     def numbers(**chosen: Any) -> list[tuple[float, int]]:
         return [*table.where(**chosen).frame[["value", "n"]].itertuples(index=False, name=None)]
 
-    of_kinds = [numbers(kind="first"), numbers(kind="later")]
-    repeated = [place for place in places if numbers(offset=int(place)) in of_kinds]
+    kinds = {0: "first"} | ({1: "later"} if {*places} == {0, 1} else {})
+    known = {place: kind for place, kind in kinds.items() if kind in set(table.frame["kind"])}
+    repeated = [place for place, kind in known.items() if numbers(offset=place) == numbers(kind=kind)]
     return table._rows(np.flatnonzero(~table.frame["offset"].isin(repeated)))
 
 

@@ -47,7 +47,8 @@ class Compare(Verb):
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
-        runs = [distinct(_loaded(folder)) for folder in (self.first, self.second)]
+        runs = [_loaded(folder) for folder in (self.first, self.second)]
+        runs = [distinct(run) if run.provenance.verb in {*EFFECTS, "evaluate"} else run for run in runs]
         tables = [run.where(estimated=False) if "estimated" in run.keys else run for run in runs]
         table, paired = differences(*tables)
         settings, claims = (compared(*tables) for compared in (settings_that_differ, claims_of))
@@ -244,12 +245,12 @@ def _in_one_alone(table: Table, first: Table, second: Table) -> Iterator[str]:
     of_parts = len(table) > len(table.of_all_targets())  # else the runs were compared over all targets
     for name, run, other in (("A", first, second), ("B", second, first)):
         compared = run.frame if of_parts else run.of_all_targets().frame
-        alone, shown = [], distinct(run).frame
+        alone: list[str] = []
         for key in run.keys:
             if key in ("layer", "head"):
                 continue
             both = (other.frame if key in other.keys else compared)[key]
-            alone += [f"{key} {value!r}" for value in shown[key].dropna().unique() if value not in set(both)]
+            alone += [f"{key} {value!r}" for value in run.frame[key].dropna().unique() if value not in set(both)]
             compared = compared.loc[compared[key].isin(both)]
         if more := len(compared) - len(table):
             alone.append(f"other heads ({more})")

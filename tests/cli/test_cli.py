@@ -746,6 +746,20 @@ def test_larger_effects_in_the_other_direction_are_named():
     assert of_one.count("[") == 7 and of_one.endswith(". Smaller: 1 more")
 
 
+def test_evaluate_takes_texts_without_answers_and_tells_each_place_once(tmp_path, capsys):
+    """Every token is a target then, each at a place of its own, and none is a first one."""
+    file = tmp_path / "texts.jsonl"
+    common = ["evaluate", "--model", "toy-llama", "--prompts", str(file), "--overwrite", "--out", str(tmp_path / "out")]
+    lines: list[dict[str, str]] = [{"text": text} for text in ("kAmnBopA", "kCmnDopC")]
+    for answer, places in ((None, 8), ("AB", 0), ("ABC", 2)):
+        written = [line | ({} if answer is None else {"answer": answer}) for line in lines]
+        file.write_text("\n".join(map(json.dumps, written)))
+        assert main(common) == 0
+        printed = capsys.readouterr().out
+        assert len({*re.findall(r" offset \d+", printed)}) == places, printed
+        assert (" first " in printed) == (" later " in printed) == (answer is not None)
+
+
 def test_effects_of_rounding_are_none():
     """Positions before the first token that differs: what float32 leaves there is no effect."""
     rows = [{"level": "layer", "layer": layer, "metric": "a", "n": 4} for layer in range(3)]

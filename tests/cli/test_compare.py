@@ -153,6 +153,17 @@ def test_kinds_of_targets_that_are_not_compared_are_no_other_heads(values, tmp_p
     assert "over 3 heads" in said and "alone" not in said
 
 
+def test_kinds_of_an_experiment_are_compared_each(values, tmp_path, capsys):
+    """Answers of one token have the first token and all of them in equal rows; an experiment's kinds differ."""
+    kinds: Any = pd.concat([HEADS.assign(kind=kind) for kind in ("all", "first")])
+    for verb, rows in (("benchmark", 6), ("patch", 3)):
+        for name, part in (("a", values[0]), ("b", values[1])):
+            run(np.concatenate([part, part]), tmp_path / name, verb=verb, heads=kinds)
+        command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--overwrite", "--out", str(tmp_path / "both")]
+        assert main(command) == 0
+        assert f"0 of {rows} numbers are equal" in capsys.readouterr().out
+
+
 def test_of_two_benchmarks_costs_come_last(values, tmp_path, capsys):
     """A clock measures them, so they differ most and say least."""
     metrics: Any = pd.DataFrame({"method": ["a", "a", "b"], "metric": ["cost", "auroc", "auroc"]})
