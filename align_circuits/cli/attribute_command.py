@@ -39,7 +39,7 @@ class Attribute(EffectVerb):
             table,
             pair,
             self.metric,
-            how=f"{counted(pair.clean, 'pairs')}, {self.direction}, {self.method} of {self.metric}",
+            how=f"{counted(pair.clean, 'pair')}, {self.direction}, {self.method} of {self.metric}",
             title=f"Heads of {self.model}: attribution",
             what=f"{what}, estimated by {METHODS[self.method]}",
             but=f"{self.corruption} Check the best ones with align-circuits patch, which is exact.",

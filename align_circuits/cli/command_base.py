@@ -353,11 +353,14 @@ class PromptVerb(Verb):
         return replace(default, **values)
 
 
-def counted(prompts: Prompts, what: str = "prompts") -> str:
+def counted(prompts: Prompts, noun: str = "prompt", rest: str = "") -> str:
     """Returns how many prompts there are, and groups of related ones, over which intervals are."""
-    of_what = what.replace("prompts", "prompt", 1).replace("pairs", "pair") if len(prompts) == 1 else what
-    in_groups = "" if prompts.group is None else f" in {prompts.n_groups} group{'s' if prompts.n_groups > 1 else ''}"
-    return f"{len(prompts)} {of_what}{in_groups}"
+    in_groups = "" if prompts.group is None else f" in {_several(prompts.n_groups, 'group')}"
+    return f"{_several(len(prompts), noun)}{rest}{in_groups}"
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _is_first(targets: pd.DataFrame) -> Any:

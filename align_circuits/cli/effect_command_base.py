@@ -14,6 +14,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.report.page import Section, legend_of
 from align_circuits.report.plots.figure_parts import UNITS, kinds_of
+from align_circuits.report.plots.position_figures import position_labels
 from align_circuits.run.pairs import Direction, Pair
 from align_circuits.tables.tables import Table
 
@@ -42,8 +43,9 @@ LISTED = "largest first of those whose interval leaves out 0"
 LISTED_ALONE = "largest first; a single prompt tells no interval, so take dozens"
 """Which it lists of a single prompt, or of prompts of one group."""
 
-ROUNDING = 5e-5
-"""Effects below this share of the metric itself are as small as what float32 rounds."""
+ROUNDING = 1e-5
+"""Effects below this, in nats or logits, may be rounding: float32 has steps of 1e-6 at logits of 10 to 30. Of a metric
+that is a share, this times the metric itself."""
 
 MOST_LISTED = 6
 """The largest effects that `best_of` lists, up and down."""
@@ -236,7 +238,9 @@ def _largest(table: Table) -> float:
 
 
 def _rounding(table: Table, metric: str) -> float:
-    """The size below which an effect may be rounding alone: `ROUNDING` of the largest of the metric's baselines."""
+    """The size below which an effect may be rounding alone (`ROUNDING`)."""
+    if metric in UNITS:
+        return ROUNDING
     if table.baselines is None:
         return 0.0
     frame = table.baselines.frame
@@ -251,7 +255,7 @@ def _with_labels(table: Table, prompts: Prompts) -> Table:
     positions = list(dict.fromkeys(table.frame["position"]))
     shown: dict[Any, Any] = {
         position: position if isinstance(position, str) or label == str(position) else f"{position} ({label})"
-        for position, label in zip(positions, plots.position_labels(positions, prompts), strict=True)
+        for position, label in zip(positions, position_labels(positions, prompts), strict=True)
     }
     return replace(table, frame=table.frame.assign(position=[shown[given] for given in table.frame["position"]]))
 

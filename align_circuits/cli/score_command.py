@@ -16,9 +16,7 @@ from align_circuits.report import plots
 from align_circuits.report.page import legend_of
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.own_prompts import as_task
-
-AMONG_ALL = ("induction", "previous", "duplicate")
-"""The relations whose candidates are all tokens: their score is the share of all attention."""
+from align_circuits.tasks.task import TOKEN_ROLES
 
 LEAST_SHOWN = 0.005
 """Scores below this would be printed as 0.00: their heads are not listed among the best."""
@@ -40,7 +38,7 @@ class Score(PromptVerb):
         """Runs the verb."""
         model, prompts, _ = self.prepare()
         asked = self.metrics or tuple(resolve(prompts, None))
-        shares = [f"{name}_attention" for name in asked if name in prompts.relations and name not in AMONG_ALL]
+        shares = [f"{name}_attention" for name in asked if name in prompts.relations and name not in TOKEN_ROLES]
         table, accuracy = score_and_evaluate(model, prompts, [*dict.fromkeys((*asked, *shares))], options=self.options)
         known = table.frame[table.frame["value"].notna()]
         of_file = [name for name in prompts.relations if name not in METRICS]  # of a file: what the reader asks about
@@ -50,7 +48,7 @@ class Score(PromptVerb):
         some_low = any(_low(rows[rows.index < 5]).any() for rows in ranked.values())
         measured = [name for name in prompts.relations if any(_is_of(metric, name) for metric in metrics)]
         notes = position_notes(prompts, measured)
-        by_chance = chance_of(prompts, [name for name in best if name in prompts.relations and name not in AMONG_ALL])
+        by_chance = chance_of(prompts, [name for name in best if name in prompts.relations and name not in TOKEN_ROLES])
         told = ", ".join(f"{of:.2f} ({name})" for name, of in by_chance.items())
         chance = f"A head that attends to all candidates alike scores {told}. " if told else ""
         last = f"Heads that pay the keys less than {LEAST_ATTENTION:g} of all their attention come last. " * some_low
@@ -59,7 +57,7 @@ class Score(PromptVerb):
         ) * some_low
         roles = getattr(model, "roles", None)
         print(
-            f"{self.model}: {counted(prompts, f'prompts of {_lengths(prompts)} tokens')}, "
+            f"{self.model}: {counted(prompts, rest=f' of {_lengths(prompts)} tokens')}, "
             f"{table.provenance.engine} engine"
         )
         width = max(12, *map(len, best))

@@ -20,6 +20,7 @@ from align_circuits.report.definitions import Definitions
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
+from align_circuits.tasks.task import TOKEN_ROLES
 
 Content = go.Figure | Table | AttentionView | str
 """The content of a section; a string is HTML."""
@@ -29,9 +30,6 @@ Section = tuple[str, str, Content | Sequence[Content]]
 
 MAX_BYTES = 3_000_000
 """The largest size of a page; plotly takes 2.0 of it, and CircuitsVis .5, where they are needed."""
-
-TOKEN_RELATIONS = ("induction", "previous", "duplicate")
-"""Relations that prompts have of themselves."""
 
 MAX_ROWS = 2_000
 """The rows of a table that a page shows at most."""
@@ -131,7 +129,7 @@ def legend_of(prompts: Prompts | Pair) -> str:
     if prompts.is_aligned:
         return "A phrase (framed), its symbol (framed) and its earlier translations share one number."
     name = prompts.drawn_relation
-    others = [other for other in prompts.relations if other not in (name, *TOKEN_RELATIONS)]
+    others = [other for other in prompts.relations if other not in (name, *TOKEN_ROLES)]
     more = f" Not drawn: {', '.join(others)}." if others else ""
     return f"The relation {name}: a query (framed) and its keys share one number.{more}" if name else ""
 

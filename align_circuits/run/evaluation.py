@@ -17,7 +17,7 @@ from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import REFERENCES, WRONG, Prompts, text_of
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
-from align_circuits.run.target_metrics import Metric, TargetMetrics, by_kind, means_by_prompt
+from align_circuits.run.target_metrics import CHOICE_ACCURACY, Metric, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import SHARES, Table
 
@@ -73,7 +73,7 @@ def evaluate(
         raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
     if metrics is None:
         compared = WRONG in prompts.targets and bool(prompts.targets[WRONG].notna().all())
-        metrics = ("accuracy", "log_prob", *(["choice_accuracy", "logit_diff"] if compared else []))
+        metrics = ("accuracy", "log_prob", *([CHOICE_ACCURACY, "logit_diff"] if compared else []))
     targets = TargetMetrics.of(prompts, listed(metrics)).with_reference(model, prompts, options=options)
     values, engine = targets.measure(model, edits, options=options)
     settings = {"metrics": targets.names, **edits_provenance(edits)}

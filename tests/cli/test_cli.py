@@ -553,7 +553,7 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
         head = f"at {row['position']}" if each else f"H{row['head']}"
         none = "no effect in the expected direction has an interval that leaves out 0; the largest is "
         of_row = f"({none})?L{row['layer']}{' ' * each}{head}( \\(.*?\\))? {row['value']:.2f}"
-        assert re.search(f"\n{place}({of_row}|no effect \\(all are below )", printed)
+        assert re.search(f"\n{place}{of_row}", printed)
         assert ("All positions, resid_mid" in page) == each
         assert ("\n  attn_out at examples: " in printed and "All heads, z at test input" in page) == several
         assert written.provenance.verb == verb
@@ -761,16 +761,17 @@ def test_evaluate_takes_texts_without_answers_and_tells_each_place_once(tmp_path
 
 
 def test_effects_of_rounding_are_none():
-    """Positions before the first token that differs: what float32 leaves there is no effect."""
-    rows = [{"level": "layer", "layer": layer, "metric": "a", "n": 4} for layer in range(3)]
+    """Positions before the first token that differs: what float32 leaves there is no effect. A small one is."""
+    rows = [{"level": "layer", "layer": layer, "n": 4} for layer in range(3)]
     frame = pd.DataFrame(rows).assign(value=[3e-6, -2e-6, 1e-6], low=[2e-6, -3e-6, -1e-6], high=[4e-6, -1e-6, 2e-6])
-    runs = pd.DataFrame({"run": ["clean", "corrupted"], "metric": "a", "value": [-1.0, -2.0], "low": -3.0, "high": 0.0})
-    baselines = Table(runs.assign(n=4), Provenance("made"))
-    told = effect_command_base.best_of(Table(frame, Provenance("patch"), baselines=baselines), "a")
-    assert told == "no effect (all are below 0.0001, which rounding may make)"
-    larger = frame.assign(value=[0.3, -2e-6, 1e-6], low=[0.2, -3e-6, -1e-6], high=[0.4, -1e-6, 2e-6])
-    told = effect_command_base.best_of(Table(larger, Provenance("patch"), baselines=baselines), "a")
-    assert told == "L0 0.30 [0.20, 0.40]"
+    small = frame.assign(value=[3e-4, -2e-6, 1e-6], low=[2e-4, -3e-6, -1e-6], high=[4e-4, -1e-6, 2e-6])
+    for metric, clean, told in (("log_prob", -10.0, "1e-05"), ("prob", 0.5, "5e-06"), ("accuracy", 1e-9, None)):
+        runs = pd.DataFrame({"run": ["clean"], "metric": metric, "value": clean, "low": clean, "high": clean, "n": 4})
+        baselines = Table(runs, Provenance("made"))
+        tables = [Table(of.assign(metric=metric), Provenance("patch"), baselines=baselines) for of in (frame, small)]
+        of_rounding, of_one = (effect_command_base.best_of(table, metric) for table in tables)
+        assert (of_rounding == f"no effect (all are below {told}, which rounding may make)") == (told is not None)
+        assert of_one.startswith("L0 0.00 [0.00, 0.00]") and "Smaller" not in of_one
 
 
 def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):

@@ -13,7 +13,7 @@ from align_circuits.report.plots.curve_figures import beside, curves, dots
 from align_circuits.report.plots.figure_parts import styled
 from align_circuits.report.plots.head_figures import head_map, head_maps, top_heads
 from align_circuits.report.plots.pictures import save
-from align_circuits.report.plots.position_figures import position_labels, position_map
+from align_circuits.report.plots.position_figures import position_map
 
 __all__ = [
     "COLOURS",
@@ -34,7 +34,6 @@ __all__ = [
     "faithfulness",
     "head_map",
     "head_maps",
-    "position_labels",
     "position_map",
     "save",
     "styled",
