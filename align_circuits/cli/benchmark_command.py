@@ -110,18 +110,13 @@ def _without_wide_intervals(table: Table) -> Table:
 
 def _printed(means: pd.DataFrame) -> str:
     """The overview in two tables, since one would be wider than a terminal: AUROC by role, and all else."""
-    start = "AUROC, "
-    by_role: Any = [name for name in means if name.startswith(start)]
-    of_roles: Any = means[by_role]
+    shown = means.rename_axis(None).astype(object).map("{:.2f}".format, na_action="ignore")
+    by_role = shown.filter(like="AUROC, ")
     tables = {
-        "AUROC by role": of_roles.rename(columns={name: name.removeprefix(start) for name in by_role}),
-        "Over all roles": means.drop(columns=by_role),
+        "AUROC by role": by_role.rename(columns=lambda name: str(name).removeprefix("AUROC, ")),
+        "Over all roles": shown.drop(columns=by_role.columns),
     }
-    return "\n\n".join(
-        f"{heading}\n{of.rename_axis(None).to_string(float_format='{:.2f}'.format, na_rep='–')}"
-        for heading, of in tables.items()
-        if len(of.columns)
-    )
+    return "\n\n".join(f"{heading}\n{of.to_string(na_rep='–')}" for heading, of in tables.items() if len(of.columns))
 
 
 def answer(table: Table, circuits: int) -> str:

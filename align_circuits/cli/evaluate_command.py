@@ -68,9 +68,10 @@ class Evaluate(PromptVerb):
             answered.insert(1, "text", shown_texts)
             wrong = answered[~answered["right"]]
             rows = wrong.head(5).to_dict("records")
-            if rows:
-                print(f"\nWrong answers, {len(rows)} of {len(wrong)}: that of the model, then the right one.")
-            print("".join(f"\n  {row['answer']!r}, not {row['target']!r}: {row['text']}" for row in rows))
+            told = [f"\nWrong answers, {len(rows)} of {len(wrong)}: that of the model, then the right one.\n"] * bool(
+                rows
+            )
+            print("\n".join([*told, *(f"  {row['answer']!r}, not {row['target']!r}: {row['text']}" for row in rows)]))
             answered = answered.sort_values(["right", "p"], kind="stable").head(200)
             quoted = answered.assign(**{name: answered[name].map(repr) for name in ("answer", "target")})  # " " is seen
             page = quoted.to_html(index=False, border=0, float_format="{:.2f}".format)

@@ -107,8 +107,7 @@ class Score(PromptVerb):
 def _lengths(prompts: Prompts) -> str:
     """The least and the most tokens of a prompt."""
     lengths = prompts.mask.sum(1)
-    least, most = int(lengths.min()), int(lengths.max())
-    return str(most) if least == most else f"{least} to {most}"
+    return " to ".join(map(str, sorted({int(lengths.min()), int(lengths.max())})))
 
 
 def _is_of(metric: str, relation: str) -> bool:
