@@ -76,7 +76,7 @@ class Evaluate(PromptVerb):
             quoted = answered.assign(**{name: answered[name].map(repr) for name in ("answer", "target")})  # " " is seen
             page = quoted.to_html(index=False, border=0, float_format="{:.2f}".format)
             note = "What the model answers after each text: wrong answers first. p: the probability of the right token."
-            sections.insert(-1, ("Answers", note, f'<div class="wide wrapped">{page}</div>'))
+            sections.insert(-1, ("Answers", note, f'<div class="wide wrapped answers">{page}</div>'))
         self.finish(results, table, title=f"Accuracy of {self.model}", summary=f"{summary}.", sections=sections)
 
 
