@@ -242,12 +242,17 @@ def rows(paper: str) -> list[Row]:
 
 @cache
 def kept(row: Row) -> list[Kept]:
-    """Returns what all kept results say of a row that have its number, the largest first."""
+    """Returns what all kept results say of a row that have its number, the largest first.
+
+    Of equal sizes that comes first whose scale stands later in its study, such as more steps at the paper's sizes.
+    """
     folders = [folder for experiment, folder in kept_results.kept(row.paper) if experiment.name == row.experiment]
     having = [
         each for each in (_at(row, folder) for folder in folders) if any(row.number in claim for claim in each.claims)
     ]
-    return sorted(having, key=lambda each: -each.percent)
+    scales: list[str] = [*EXPERIMENTS[row.experiment].scales]
+    later = {scale: place for place, scale in enumerate(scales)}
+    return sorted(having, key=lambda each: (each.percent, later.get(each.folder.name, -1)), reverse=True)
 
 
 def _at(row: Row, folder: Path) -> Kept:

@@ -21,6 +21,7 @@ from align_circuits.papers.lab import Experiment, Rows
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
+    PAPER_LONG,
     SMALLEST,
     AttentionOnlyModels,
     AttentionOnlySetup,
@@ -412,6 +413,7 @@ HEADS = Experiment(
             AttentionOnlyModels(setup, seeds, BOTH_POSITIONS)
             for setup, seeds in ((SMOKE, 1), (CPU_EIGHT_TYPES, 12), (PAPER, 6))
         ),
+        paper_long=AttentionOnlyModels(PAPER_LONG, 12, BOTH_POSITIONS),
         jobs=lambda config, _: config.jobs(measure_heads),
         summarize=heads_table,
     ),

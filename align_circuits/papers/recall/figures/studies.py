@@ -43,10 +43,13 @@ def measured_after_facts(_: Any, rows: Rows) -> pd.DataFrame:
     return frame.merge(exact.rename(columns={"first": "facts_before", "last": "facts"}), on=model)
 
 
-def study(name: str, smoke: Any, cpu: Any, paper: Any, paper_s20: Any = None, **parts: Any) -> Study:
+def study(
+    name: str, smoke: Any, cpu: Any, paper: Any, paper_s20: Any = None, paper_long: Any = None, **parts: Any
+) -> Study:
     """Returns a study with a config for each scale; `parts` are arguments of `Study`, where `measured` summarizes."""
     scales: dict[Scale, Any] = {"smoke": smoke, "cpu": cpu, "paper": paper}
-    scales |= {} if paper_s20 is None else {"paper-s20": paper_s20}
+    more: dict[Scale, Any] = {"paper-s20": paper_s20, "paper-long": paper_long}
+    scales |= {scale: config for scale, config in more.items() if config is not None}
     return Study(name, scales, **{"summarize": measured, **parts})
 
 
