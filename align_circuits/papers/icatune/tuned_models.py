@@ -115,7 +115,15 @@ SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2, (1, 2, 3))
 
 SMOLLM2_ONE_LETTER = Arm("phrases of one letter", ONE_LETTER_TASK, ONE_LETTER, (0, 1, 2))
 
-SMOLLM2_ARMS = (SMOLLM2_ICA, SMOLLM2_ONE_LETTER, Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (1, 2, 3)))
+SMOLLM2_MORE = Arm("six more seeds", SMOLLM2_TASK, {**SMOLLM2, "probe_every": 5}, (4, 5, 6, 7, 8, 9))
+"""As `SMOLLM2_ICA`, probed every five steps; registered after the three arms before it were seen."""
+
+SMOLLM2_ARMS = (
+    SMOLLM2_ICA,
+    SMOLLM2_ONE_LETTER,
+    Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (1, 2, 3)),
+    SMOLLM2_MORE,
+)
 
 
 @dataclass(frozen=True)
