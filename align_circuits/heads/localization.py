@@ -81,6 +81,9 @@ class Localization:
     those of large effect first. For a role without named heads, also the head of highest score. Scores count in the
     roles alone that these prompts allow a head to be named for.
     `pd.DataFrame(found.unnamed)` is a table of them."""
+    elsewhere: tuple[Head, ...] = ()
+    """Candidates for `previous` whose score, attention and p-value are averages over all positions, weighted by what
+    the output of the head changes there: at the positions that predict they do not attend so (`where_heads_matter`)."""
 
     def __repr__(self) -> str:
         name = self.prompts.task.get("name", "tokens")
@@ -222,6 +225,7 @@ class Localization:
             *share_sentences(self.verdicts),
             *unnamed_sentences(self.unnamed, self.named_heads),
             *diffuse,
+            *elsewhere_sentences(self),
             *redundant_sentences(self.redundant),
             *(note for note in self.task.notes if note not in unnameable),
         ]
@@ -255,6 +259,16 @@ def unnamed_sentences(unnamed: Sequence[UnnamedHead], named: Collection[Head]) -
     if high and named:
         more = f" and {len(high) - SHOWN} more" if len(high) > SHOWN else ""
         yield f"High score, but not named: {', '.join(high[:SHOWN])}{more}."
+
+
+def elsewhere_sentences(found: Localization) -> Iterator[str]:
+    """Yields which heads are named for what they attend to elsewhere than where the model predicts."""
+    named = {*found.heads_by_role.get("previous", ()), *(each.head for each in found.redundant.get("previous", ()))}
+    if heads := [head for head in found.elsewhere if head in named]:
+        yield (
+            f"Named for previous by where the output matters, not by where the model predicts: {describe(heads)}. The "
+            "score is the attention at all positions, weighted by what the head changes there."
+        )
 
 
 def redundant_sentences(redundant: Mapping[str, Sequence[RedundantHead]]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -29,6 +30,14 @@ from align_circuits.heads.redundant_heads import RedundantHeadSearch
 from align_circuits.heads.role_tests import RoleTests, diffuse_aligners, named_heads
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
+from align_circuits.heads.where_heads_matter import (
+    CHOOSING,
+    ROLE,
+    joined_by_others,
+    previous_where_heads_matter,
+    with_rows_of,
+)
+from align_circuits.hooks.head_names import Head
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.parameters import provenance_of
@@ -74,6 +83,10 @@ def localize(
     attention and twice the smaller one of its two effects. Corrected over all candidates (Benjamini and Hochberg, 1995)
     it bounds the false discovery rate: the share of false names among all. Candidates attend as the role requires, and
     have an effect, on the half that chooses.
+
+    A head that does not attend to the token before at the positions that predict may do so where its output matters
+    (`where_heads_matter`), as the previous-token head of an induction circuit does. Its score, attention and p-value
+    for `previous` are then averages over all positions, weighted by what its output there changes to first order.
 
     Then all named heads are ablated together, those of each role, and all heads but those named, beside as many other
     heads of the same layers and of similar scores.
@@ -136,6 +149,10 @@ def localize(
         # Candidates, on the prompts that choose.
         discovered = score_heads(model, discovery, metrics, options=options)
         chance = chance_of(prompts, roles)
+        elsewhere: tuple[Head, ...] = ()
+        if ROLE in roles:
+            where, _ = previous_where_heads_matter(model, discovery[:CHOOSING], options=options)
+            discovered, elsewhere = joined_by_others(discovered, where, roles, thresholds, chance)
         candidates = attending(discovered, roles, thresholds, chance)
         diffuse = attending_diffusely(discovered, roles, thresholds, chance)
         heads = sorted({head for head, _ in [*candidates, *diffuse]})
@@ -149,6 +166,10 @@ def localize(
 
         # Evidence for single heads, on the prompts that test, and the names that it gives.
         scores, p = score_and_test(model, tested, metrics, roles, seed=seed, options=options)
+        if elsewhere:
+            where, there = previous_where_heads_matter(model, tested, elsewhere, options=options)
+            scores = with_rows_of(scores, where, elsewhere)
+            p[ROLE][tuple(np.transpose(elsewhere))] = [there[head] for head in elsewhere]
         other = task.control()
         control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
         ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
@@ -228,6 +249,7 @@ def localize(
             aligners,
             members,
             unnamed,
+            elsewhere,
         )
 
 

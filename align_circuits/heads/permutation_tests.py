@@ -174,7 +174,7 @@ def _test_of(name: str, prompts: Prompts, layers: int, heads: int) -> "_Test":
     if name in _ALIGNMENTS:
         return _Alignments(relation, prompts, layers, heads)
     if name == "previous":
-        return _Distances(relation, prompts, layers, heads)
+        return Distances(relation, prompts, layers, heads)
     if relation.exchangeable:
         return _Ranks(relation, prompts, layers, heads)
     return (_Positions if in_one_place(relation, prompts) else _OtherPrompts)(relation, prompts, layers, heads)
@@ -242,7 +242,7 @@ class _Alignments(_Test):
         return share_at_least_first(scores)
 
 
-class _Distances(_Test):
+class Distances(_Test):
     """Redraws how far back the keys lie.
 
     The score of a distance is how far its attention exceeds the larger one of both neighbouring distances, the query's
@@ -254,50 +254,68 @@ class _Distances(_Test):
     A head that prefers letters to the marker of the marked style attends most to those distances where letters stand,
     of which one token back is one. So tokens that the layout repeats do not count, and no distance is drawn where few
     others stand. Since rows then differ between distances, a row counts as what it exceeds its own mean by.
+
+    Rows may count by a weight for each head; then they may lie anywhere, and a distance is drawn if a quarter of the
+    rows reach it.
     """
 
-    def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
+    def __init__(
+        self,
+        relation: Relation,
+        prompts: Prompts,
+        layers: int,
+        heads: int,
+        weights: Float[Tensor, "layer row head"] | None = None,
+    ):
         super().__init__(relation, layers, heads)
+        self.weights = weights
         start = prompts.mask.int().argmax(1)[relation.prompt]
         reach = relation.query - start
         # As far back as all rows reach; as half of them do where that would establish nothing, since the first of many
         # targets have hardly anything before them.
-        furthest = int(reach.min()) if reach.min() >= _FEWEST_DISTANCES else int(reach.median())
+        most = reach.float().quantile(0.5 if weights is None else 0.75, interpolation="lower")
+        furthest = int(reach.min()) if reach.min() >= _FEWEST_DISTANCES else int(most)
         varied, back = torch.from_numpy(~_repeated_by_layout(prompts)), torch.arange(furthest + 1)
         counted = varied[(relation.query[:, None] - back).clamp(min=0)] & (back <= reach[:, None])
         if not bool(counted[:, 1:2].any()):  # one token back there is nothing else
             counted = back <= reach[:, None]
         rows = counted.sum(0)
         # the query itself comes first, then one token back, the true distance
-        drawn = 1 + (2 * rows[1:] >= rows[1:2]).nonzero()[:, 0]
+        drawn = 1 + ((2 if weights is None else 4) * rows[1:] >= rows[1:2]).nonzero()[:, 0]
         self.distances = torch.cat([torch.zeros(1, dtype=torch.long), drawn])
         self.counted = counted[:, self.distances]
         self.own = bool(self.counted[:, 0].any())
         # summed over rows
-        self.excess = torch.zeros(layers, heads, len(self.distances))
-        self.mean = torch.zeros(layers, heads, 1)
+        self.excess, self.counts = torch.zeros(2, layers, heads, len(self.distances))
+        self.mean, self.rows = torch.zeros(2, layers, heads, 1)
         self.seen = torch.zeros(layers, len(relation), dtype=torch.bool)
 
     @property
     def smallest(self) -> float:
+        """One over the number of distances."""
         return 1 / max(1, len(self.distances) - (1 if self.own else 3))
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
+        """Adds the attention at some rows; a row that comes again counts once."""
         new = ~self.seen[layer, rows]
         rows, pattern = rows[new], pattern[new]
         back = (self.relation.query[rows, None] - self.distances).clamp(min=0)
         attention = pattern.gather(2, back[:, None].expand(-1, pattern.shape[1], -1)).float()
         counted = self.counted[rows, None]
+        weights = torch.ones(()) if self.weights is None else self.weights[layer, rows, :, None]
         others = attention[..., 1:] * counted[..., 1:]
         mean = others.sum(-1, keepdim=True) / counted[..., 1:].sum(-1, keepdim=True).clamp(min=1)
-        self.excess[layer] += ((attention - mean) * counted).sum(0)
-        self.mean[layer] += mean.sum(0)
+        self.excess[layer] += (weights * (attention - mean) * counted).sum(0)
+        self.counts[layer] += (weights * counted).sum(0)
+        self.mean[layer] += (weights * mean).sum(0)
+        self.rows[layer] += (weights * torch.ones(len(rows), 1, 1)).sum(0)
         self.seen[layer, rows] = True
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:  # noqa: ARG002 - all are listed
+        """Returns the p-value of every head; no redraw is random."""
         # Rows differ between distances, so the mean of all rows is added to each.
-        level = self.mean / len(self.relation)
-        attention = self.excess / self.counted.sum(0).clamp(min=1) + level
+        level = self.mean / torch.where(self.rows > 0, self.rows, 1)
+        attention = self.excess / torch.where(self.counts > 0, self.counts, 1) + level
         if self.own:
             tested, beyond = attention[..., 1:], torch.cat([attention[..., 2:], torch.zeros(*self.shape, 1)], -1)
             beside = torch.maximum(attention[..., :-1], beyond)

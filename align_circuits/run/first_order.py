@@ -29,16 +29,20 @@ THROUGH_ATTENTION = ("q", "k")
 _PRODUCTS = {True: "phij,sphij->hsp", False: "pihj,spihj->hsp"}
 """Sums over all dimensions but scalar, prompt and head, of a pattern and of other activations of heads."""
 
+_AT_POSITIONS = "pihj,spihj->hspi"
+"""The same of activations of heads, position by position."""
+
 
 def first_order_effects(
     model: HookedModel,
     targets: TargetMetrics,
     kinds: Mapping[str, Bool[ndarray, " target"]],
-    edits: Mapping[tuple[Site, int, str], Ablate | Patch],
+    edits: Mapping[tuple[Site, int, str], Ablate] | Mapping[tuple[Site, int, str], Ablate | Patch],
     *,
     source: Prompts | None = None,
+    by_position: bool = False,
     options: RunOptions = RunOptions(),
-) -> Float[ndarray, "edit head metric kind prompt"]:
+) -> Float[ndarray, "edit head metric kind prompt"] | Float[ndarray, "edit head metric kind prompt pos"]:
     """Returns what editing each head alone would change to first order, from one pass forward and a few back.
 
     With x the activation of a head, x' what an edit makes of it, and M the metric, the effect is
@@ -55,6 +59,7 @@ def first_order_effects(
         edits: Each edits all heads of a layer at a site of heads, each of them as if it were alone; by site, layer and
             any name.
         source: Other prompts, token by token alike in shape, whose activations a `Patch` without values puts in.
+        by_position: Whether the terms of the sum over positions are returned, of edits at `"z"` in all of the prompt.
         options: Engine and batch size.
 
     Returns:
@@ -73,7 +78,7 @@ def first_order_effects(
     queries = targets.query.unique()
     # Kinds overlap: gradients are taken once for each label of targets, and added up.
     labels, label_of = np.unique(targets.targets["kind"].to_numpy(dtype=str), return_inverse=True)
-    sums = np.zeros((len(edits), cfg.n_heads, len(targets.metrics), len(labels), count))
+    sums = np.zeros((len(edits), cfg.n_heads, len(targets.metrics), len(labels), count, *[length] * by_position))
 
     def run(batch: Int[Tensor, " batch"], _tokens: int) -> None:
         rows = slice(int(batch[0]), int(batch[-1]) + 1)
@@ -109,19 +114,21 @@ def first_order_effects(
             real = inputs[1][:, None, :, None] if by_pattern else inputs[1][:, first:, None, None]
             # Not a product with the mask: padding may hold NaN, and 0 times NaN is NaN.
             change = widened((after - before).where(real, 0))
-            by_column = torch.einsum(_PRODUCTS[by_pattern], change, gradient.to(change))
+            product = _AT_POSITIONS if by_position else _PRODUCTS[by_pattern]
+            by_column = torch.einsum(product, change, gradient.to(change))
             if by_pattern:  # a key head changes the patterns of all heads that share it
                 by_column = by_column.unflatten(0, (-1, shared_at(cfg, site))).sum(1)
             # The query heads that share a key head stand side by side.
             by_head = by_column.repeat_interleave(cfg.n_heads // len(by_column), 0)
-            sums[index, ..., rows] = by_head.unflatten(1, (-1, len(labels))).cpu().numpy()
+            sums[index, :, :, :, rows] = by_head.unflatten(1, (-1, len(labels))).cpu().numpy()
 
     if edits:
         tokens = options.prompts_at_once(max(1, CPU_TOKENS // length)) * length
         in_batches(run, torch.arange(count), length, tokens, halve_to=options.halve_to(length))
     of_kind = np.stack([np.isin(range(len(labels)), label_of[kind]) for kind in kinds.values()]).astype(float)
     by_prompt = np.stack([np.bincount(targets.prompt, kind, count) for kind in kinds.values()])
-    totals = np.einsum("ehmlp,kl->ehmkp", sums, of_kind)
+    totals = np.einsum("ehmlp...,kl->ehmkp...", sums, of_kind)
+    by_prompt = by_prompt[..., None] if by_position else by_prompt
     return np.divide(totals, by_prompt, out=np.full_like(totals, np.nan), where=by_prompt > 0)
 
 

@@ -586,7 +586,7 @@ def test_where_only_separators_are_one_token_back_they_count():
     prompts = Prompts.from_tokens([[7, 1, 7, 2, 7, 3, 8], [7, 4, 7, 5, 7, 6, 9]])
     previous = prompts.relations["previous"]
     previous = previous.select((previous.query == 3) | (previous.query == 5))
-    test = nulls._Distances(previous, prompts, 1, 3)
+    test = nulls.Distances(previous, prompts, 1, 3)
     pattern = torch.full((4, 3, 7), 1 / 7)
     for row, query in enumerate(previous.query.tolist()):
         for head, back in ((0, 1), (1, 2)):
