@@ -30,6 +30,8 @@ import align_circuits as ac
 from align_circuits.heads.candidates import chance_of, confounded_roles
 from align_circuits.heads.localization import Localization
 from align_circuits.heads.role_tests import RoleTests, named_heads
+from align_circuits.heads.where_heads_matter import ROLE, previous_where_heads_matter
+from align_circuits.hooks.head_names import heads_of
 from align_circuits.jobs.files import replacing
 from align_circuits.models.planted.hand_built_transformer import HandBuilt, HandBuiltConfig
 from align_circuits.models.planted.planted_model import DECOYS, OTHER_DECOYS, PlantedModel
@@ -49,6 +51,9 @@ TOKENIZER = char_tokenizer()
 V, CONTEXT = len(TOKENIZER), 512
 LETTERS = "ABCDEFGHIJKLMNOPQRST"
 LEXICON = {f" {letter}": f" {letter.lower()}" for letter in LETTERS}
+WEIGHTED = f"{ROLE}, weighted"
+"""The p-values of previous-token heads where their output matters: of all heads, most of which `localize` asks not."""
+
 PERIODS = (3.0, 5, 7, 11, 17, 34, 68, 200)
 """Of the sines and cosines by which a hand-built head knows a place, in tokens."""
 
@@ -330,6 +335,10 @@ def measured(family: str, seed: int) -> dict[str, Any]:
         "grouped": {(member.head, role) for role, members in found.redundant.items() for member in members},
     }
     frame: Any = found.table.where(metric="p").frame
+    p = {role: [float(p) for p in part["value"]] for role, part in frame.groupby("role")}
+    if FAMILIES[family].uniform and ROLE in found.heads_by_role:
+        _, weighted = previous_where_heads_matter(case.model, found.prompts, heads_of(case.model.cfg))
+        p[WEIGHTED] = [*weighted.values()]
     return {
         "seed": seed,
         "true": len(true),
@@ -338,7 +347,7 @@ def measured(family: str, seed: int) -> dict[str, Any]:
             f"false, {name}": sorted(str(each) for each in of_name - true if each[0] not in case.either)
             for name, of_name in names.items()
         },
-        "p": {role: [float(p) for p in part["value"]] for role, part in frame.groupby("role")},
+        "p": p,
     }
 
 
@@ -359,7 +368,8 @@ def summary(family: str, models: list[dict[str, Any]]) -> Iterator[dict[str, Any
             yield share(f"true heads, {kind}", sum(model[f"right, {kind}"] for model in models), total)
     if FAMILIES[family].uniform:
         roles = sorted({role for model in models for role in model["p"]})
-        for role, of_role in [("all", roles), *((role, [role]) for role in roles)]:
+        plain = [role for role in roles if role != WEIGHTED]
+        for role, of_role in [("all", plain), *((role, [role]) for role in roles)]:
             p = [[each for name in of_role for each in model["p"].get(name, [])] for model in models]
             # Heads of one model are no independent observations.
             shares = np.array([np.mean(np.array(each) <= 0.05) for each in p if each])
