@@ -1,6 +1,7 @@
 """Screened sweeps beside full ones, beside attribution, and beside gradients taken by plain hooks."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from torch import Tensor
 import align_circuits as ac
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.patch import patch_heads
+from align_circuits.hooks.edits import Ablate
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
 from align_circuits.run import first_order
+from align_circuits.run.target_metrics import TargetMetrics
 
 TASK = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
 KEYS = ["site", "layer", "head", "positions", "kind", "metric"]
@@ -162,6 +165,22 @@ def test_each_group_of_positions_is_screened_on_its_own(models, clean, corrupted
         expected = estimates_by_hand(model, corrupted, z, mask)
         estimated = by(frame[frame["estimated"]], ["layer", "head", "kind"])
         assert estimated == pytest.approx({key: expected[key] for key in estimated}, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_terms_by_position_add_up_to_the_effect(models, name):
+    """Of padded prompts, in batches; at padding there is none."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = Prompts.from_tokens([torch.randint(64, (n,), generator=generator).tolist() for n in (9, 5, 7)])
+    model, targets = models[name], TargetMetrics.of(prompts, ("log_prob",))
+    kinds = {"all": np.full(len(targets.token), True)}
+    heads = range(model.cfg.n_heads)
+    edits = {("z", layer, ""): Ablate([(layer, head) for head in heads], how="zero") for layer in (0, 1)}
+    call = partial(first_order.first_order_effects, model, targets, kinds, edits, options=ac.RunOptions(batch_size=2))
+    terms, whole = call(by_position=True), call()
+    assert terms.shape == (*whole.shape, prompts.mask.shape[1])
+    np.testing.assert_allclose(terms.sum(-1), whole, atol=1e-6)
+    assert (terms[..., ~prompts.mask.numpy()] == 0).all() and np.abs(terms[..., prompts.mask.numpy()]).max() > 1e-3
 
 
 def test_padding_and_prompts_without_targets_of_a_kind(models):
