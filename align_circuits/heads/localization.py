@@ -262,12 +262,13 @@ def unnamed_sentences(unnamed: Sequence[UnnamedHead], named: Collection[Head]) -
 
 
 def elsewhere_sentences(found: Localization) -> Iterator[str]:
-    """Yields which heads are named for what they attend to elsewhere than where the model predicts."""
-    named = {*found.heads_by_role.get("previous", ()), *(each.head for each in found.redundant.get("previous", ()))}
-    if heads := [head for head in found.elsewhere if head in named]:
+    """Yields which heads are scored by what they attend to elsewhere than where the model predicts."""
+    if heads := sorted(found.elsewhere, key=lambda head: head not in found.heads_by_role["previous"]):
+        more = f" and {len(heads) - SHOWN} more" if len(heads) > SHOWN else ""
         yield (
-            f"Named for previous by where the output matters, not by where the model predicts: {describe(heads)}. The "
-            "score is the attention at all positions, weighted by what the head changes there."
+            f"Scored for previous by where the output matters, not by where the model predicts: "
+            f"{describe(heads[:SHOWN])}{more}. The score is the attention at all positions, weighted by what the head "
+            "changes there."
         )
 
 

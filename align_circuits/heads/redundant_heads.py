@@ -60,7 +60,8 @@ class RedundantHeadSearch:
     own ablation costs something, at least `LEAST_SHARE` of what the strongest head of the role does. Both have one
     p-value, as for single heads, corrected over the round's candidates. The first finds heads that share a job, of
     which any one can be missed; later rounds find backups, which take a role only once its heads are gone. Roles that
-    are tested by renaming tokens (`renamed_tokens`) have a first round only.
+    are tested by renaming tokens (`renamed_tokens`) have a first round only. Previous-token heads are looked for where
+    their output matters (`where_heads_matter`) in the first round alone.
 
     Source: the backups of Wang et al. (2022), "Interpretability in the Wild", §3.4, and the self-repair of McGrath et
     al. (2023), "The Hydra Effect"; restoring one head of an ablated set is the marginal contribution to the empty

@@ -34,6 +34,7 @@ from align_circuits.papers.localizer_zoo import GROUPS, NAMING, seconds_of
 from align_circuits.papers.statistics import Measured, over_seeds, value_of
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
+from align_circuits.tables.intervals import proportion
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import config_of
 from align_circuits.tasks.task import exchanged
@@ -280,6 +281,19 @@ def by_model(table: Table, method: str, metric: str, of: str = "all", role: str 
     for column, wanted in (("of", of), ("role", role)):
         rows = rows[rows[column] == wanted] if wanted != "each" else rows
     return rows.groupby("seed")["value"].mean().reindex(models).to_numpy(float)
+
+
+def over_models(shares: Float[ndarray, " model"]) -> Measured:
+    """Returns the mean of shares, with a 95% interval over models inside [0, 1]; models without any are left out."""
+    known = shares[~np.isnan(shares)][None]
+    (low,), (high,) = proportion(known, np.ones_like(known))
+    return Measured(float(known.mean()), float(low), float(high), tuple(known[0].tolist()))
+
+
+def of_seeds_from(table: Table, first: int) -> Table:
+    """Returns the rows of models from a seed on, with the thresholds."""
+    frame: Any = table.frame
+    return Table(frame[(frame["seed"] >= first) | (frame["seed"] < 0)], table.provenance)
 
 
 def named_but_previous(table: Table, method: str, of: str) -> Float[ndarray, " model"]:

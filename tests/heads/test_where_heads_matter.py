@@ -112,7 +112,7 @@ def test_localize_names_a_head_by_where_its_output_matters(circuit):
     frame: Any = found.table.where(layer=layer, head=head, role="previous").frame
     row = frame.set_index("metric")["value"]
     assert row["score"] > 0.9 and row["score"] == row["attention"] and row["p"] <= 0.05
-    assert f"not by where the model predicts: L{layer}H{head}" in found.summary
+    assert f"not by where the model predicts: L{layer}H{head}. The score" in found.summary
     # Others keep their own rows, a decoy that writes nothing among them.
     plain = ac.score_heads(model, found.prompts, "previous").to_array("previous")
     scores = found.table.where(metric="score").to_array("score")
