@@ -25,9 +25,8 @@ from align_circuits.models.planted.planted_model import CIRCUIT_ROLES, planted_c
 from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import exchanged
-from align_circuits.validation.circuits_in_trained_models import TrainedZoo, trained_task
-from align_circuits.validation.circuits_in_trained_models import _model as trained_circuit
-from align_circuits.validation.redundancy import ADDED, trained_model
+from align_circuits.validation import circuits_in_trained_models as one_head_a_role
+from align_circuits.validation import redundancy
 
 KEPT = Path(__file__).parents[1] / "docs/results/localizers-redundancy/cpu"
 
@@ -37,19 +36,22 @@ PROMPTS = (24, 64)
 def models_of(family: str, trained: Path) -> Iterator[Any]:
     """The models of a family, with their `task`."""
     if family == "planted":
-        yield from (planted_circuit(trained_task(seed), seed, n_layers=4) for seed in range(22_000, 22_020))
+        yield from (
+            planted_circuit(one_head_a_role.trained_task(seed), seed, n_layers=4) for seed in range(22_000, 22_020)
+        )
     elif family == "trained":
-        zoo = TrainedZoo()
-        yield from (trained_circuit(zoo.steps, str(trained), zoo.first + index) for index in range(zoo.models))
+        zoo = one_head_a_role.TrainedZoo()
+        seeds = range(zoo.first, zoo.first + zoo.models)
+        yield from (one_head_a_role.trained_model(zoo.steps, str(trained), seed) for seed in seeds)
     else:
         frame: Any = Table.load(KEPT).frame
         reached = sorted({int(seed) for seed in frame.loc[frame["metric"] == "precision", "seed"]})
-        fresh = [seed for seed in reached if seed >= ADDED or seed % 2]
-        yield from (trained_model(800, str(trained), seed) for seed in fresh)
+        fresh = [seed for seed in reached if seed >= redundancy.ADDED or seed % 2]
+        yield from (redundancy.trained_model(800, str(trained), seed) for seed in fresh)
 
 
 def measured(family: str, trained: Path) -> Iterator[dict[str, Any]]:
-    """A row for each model, number of prompts, way of pairing and role: heads that have it, named heads, false names."""
+    """A row for each model, number of prompts and role: heads that have it, named heads, false names."""
     for model in models_of(family, trained):
         for n in PROMPTS:
             prompts = model.task.sample(n, model.tokenizer, seed=7)

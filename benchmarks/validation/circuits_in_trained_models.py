@@ -73,7 +73,7 @@ def train_one(*, steps: int, trained: str, seed: int) -> list[dict[str, Any]]:
     """Trains one model and returns what it reached; the function of a job."""
     on_one_thread()
     rows = []
-    for name, value in _model(steps, trained, seed).reached.items():
+    for name, value in trained_model(steps, trained, seed).reached.items():
         metric, _, role = name.partition(", ")
         rows.append({"method": "training", "metric": metric, "role": role or "all", "value": value})
     return rows
@@ -90,11 +90,12 @@ def compare_trained(*, steps: int, trained: str, methods: Sequence[str], n: int,
         seed: Of the model and the prompts.
     """
     on_one_thread()
-    model = _model(steps, trained, seed)
+    model = trained_model(steps, trained, seed)
     return compared(model, model.task.sample(n, model.tokenizer, seed=seed), methods)
 
 
-def _model(steps: int, trained: str, seed: int) -> TrainedCircuit:
+def trained_model(steps: int, trained: str, seed: int) -> TrainedCircuit:
+    """Trains a model, or reads it from the folder of trainings; with no steps it has its first weights."""
     task = trained_task(seed)
     folder = training_folder(trained, "trained-circuit", config_of(task), steps, seed)
     return train_circuit(task, seed, steps=steps, out=folder if steps else None)
