@@ -74,13 +74,18 @@ def evidence_table(
     mattered: Collection[Head],
     ablation_effects: Table,
     patching_effects: Table,
+    resampling_effects: Table,
     provenance: Provenance,
 ) -> Table:
     """Returns `Localization.table`: all evidence for each head in each role, p-values corrected in each family.
 
-    Those are tested that mattered on the prompts that chose; for the other candidates `"q"` is 1.
+    Those are tested that mattered on the prompts that chose; for the other candidates `"q"` is 1. Heads with an effect
+    of resampling have three chances to matter, the others two.
     """
     matters = causal_p_values((ablation_effects, patching_effects), signs=(-1, 1))
+    if len(resampling_effects):
+        of_three = causal_p_values((ablation_effects, patching_effects, resampling_effects), signs=(-1, 1, -1))
+        matters |= {head: of_three[head] for head in resampling_effects.head_indices}
     tests = [[candidate for candidate in family if candidate[0] in mattered] for family in families]
     q = dict.fromkeys(chain(*families), 1.0) | corrected(p, tests, matters)
     no_interval = {"low": np.nan, "high": np.nan}
@@ -95,7 +100,11 @@ def evidence_table(
         rows |= {"attention": attention, "p": attention.assign(value=p_of_head, **no_interval)}
         rows["causal_p"] = tested.assign(value=[matters[head] for head in candidates], **no_interval)
         rows["q"] = tested.assign(value=[q[head, role] for head in candidates], **no_interval)
-        for metric, effects, sign in (("ablation", ablation_effects, -1), ("denoising", patching_effects, 1)):
+        for metric, effects, sign in (
+            ("ablation", ablation_effects, -1),
+            ("denoising", patching_effects, 1),
+            ("resampling", resampling_effects, -1),
+        ):
             effect = effects.where(kind="all", metric="log_prob").frame if len(effects) else effects.frame
             is_candidate = [head in candidates for head in zip(effect["layer"], effect["head"], strict=True)]
             effect = effect[np.array(is_candidate, dtype=bool)]

@@ -53,9 +53,10 @@ class Localization:
     table: Table
     """Keyed by level, layer, head, role and metric. For every head `"score"`, `"attention"` (to keys, of all),
     `"p"` (of the attention) and, if the task has a control, `"control"` (the score on it); for candidates also
-    `"ablation"` (the loss by mean ablation, in nats), `"denoising"` (the gain by patching, in nats), `"causal_p"` (of
-    no such loss or gain: twice the smaller one-sided p-value) and `"q"` (the larger of both p-values, corrected; 1
-    without an effect on the prompts that chose the candidates)."""
+    `"ablation"` (the loss by mean ablation, in nats), `"denoising"` (the gain by patching, in nats), for those of
+    `elsewhere` `"resampling"` (the loss by resample ablation, in nats), `"causal_p"` (of no such loss or gain: the
+    smallest one-sided p-value times their number) and `"q"` (the larger of both p-values, corrected; 1 without an
+    effect on the prompts that chose the candidates)."""
     heads_by_role: Mapping[str, tuple[Head, ...]]
     """The heads named for each role, best score first."""
     evidence: Evidence

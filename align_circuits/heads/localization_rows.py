@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from align_circuits.heads.role_tests import CAUSAL
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.head_names import Head, describe
@@ -18,6 +19,7 @@ EVIDENCE = {
     "q": "corrected p",
     "ablation": "loss by ablation (nats)",
     "denoising": "gain by patching (nats)",
+    "resampling": "loss by resampling (nats)",
     "control": "score on control",
 }
 """The columns of the table of named heads, by metric."""
@@ -46,7 +48,7 @@ def _named_by(
     thresholds: Thresholds, key: tuple[int, int, str], numbers: Mapping[tuple, tuple[float, ...]]
 ) -> Iterator[str]:
     """Which causal tests a head passed: one is enough."""
-    for metric, name in (("ablation", "ablation"), ("denoising", "patching")):
+    for metric, name in CAUSAL.items():
         value, low, _ = numbers.get((*key, metric), (np.nan,) * 3)
         if value >= thresholds.effect and low > 0:
             yield name

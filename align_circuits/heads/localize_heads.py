@@ -35,6 +35,7 @@ from align_circuits.heads.where_heads_matter import (
     ROLE,
     joined_by_others,
     previous_where_heads_matter,
+    resampling_effects,
     with_rows_of,
 )
 from align_circuits.hooks.head_names import Head
@@ -86,7 +87,9 @@ def localize(
 
     A head that does not attend to the token before at the positions that predict may do so where its output matters
     (`where_heads_matter`), as the previous-token head of an induction circuit does. Its score, attention and p-value
-    for `previous` are then averages over all positions, weighted by what its output there changes to first order.
+    for `previous` are then averages over all positions, weighted by what its output there changes to first order; and
+    it may also matter by resample ablation, where the prompts have one length: its causal p-value is three times the
+    smallest of three.
 
     Then all named heads are ablated together, those of each role, and all heads but those named, beside as many other
     heads of the same layers and of similar scores.
@@ -163,6 +166,8 @@ def localize(
         mattered = mattering(patch_heads(model, chosen, heads=heads, options=options), thresholds)
         quiet = [head for head in heads if head not in mattered]
         mattered |= mattering(ablate_heads(model, discovery, "mean", heads=quiet, options=options), thresholds, sign=-1)
+        quiet = [head for head in elsewhere if head not in mattered]
+        mattered |= mattering(resampling_effects(model, discovery, quiet, options), thresholds, sign=-1)
 
         # Evidence for single heads, on the prompts that test, and the names that it gives.
         scores, p = score_and_test(model, tested, metrics, roles, seed=seed, options=options)
@@ -184,7 +189,9 @@ def localize(
         settings |= {"redundant": True} if redundant else {}
         provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
         families = [candidates, diffuse]
-        table = evidence_table(scores, control, p, families, mattered, ablation_effects, patching_effects, provenance)
+        resampled = resampling_effects(model, tested, elsewhere, options)
+        of_heads = (ablation_effects, patching_effects, resampled)
+        table = evidence_table(scores, control, p, families, mattered, *of_heads, provenance)
 
         smallest_p = smallest_p_values(tested, roles)
         tests = RoleTests(table, roles, thresholds, confounded_roles(tested, roles), chance, smallest_p)

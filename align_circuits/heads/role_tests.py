@@ -11,6 +11,9 @@ from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.head_names import Head
 from align_circuits.tables.tables import Table
 
+CAUSAL = {"ablation": "ablation", "denoising": "patching", "resampling": "resampling"}
+"""The effects by which a head may matter, by metric, and what they are called; of resampling some heads have none."""
+
 
 @dataclass(frozen=True, eq=False)
 class RoleTests:
@@ -73,9 +76,7 @@ class RoleTests:
                 yield f"corrected p = {q:.2g}, above {fdr:g}" if q < 1 else small
         # Where no effect is shown to be above 0, the p-value above has told that.
         told = not q <= fdr and causal_p > fdr
-        if not (
-            np.isnan(q) or told or any(self._has_effect(head, role, metric) for metric in ("ablation", "denoising"))
-        ):
+        if not (np.isnan(q) or told or any(self._has_effect(head, role, metric) for metric in CAUSAL)):
             yield f"no effect of {self.needed.effect:g} nats with an interval above 0"
         # A task without a control, such as people's own prompts, has no score on it: then nothing is named.
         if role in self.confounded and not (control := self.value(head, role, "control")) >= self.needed.score:

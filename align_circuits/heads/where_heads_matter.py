@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.heads.ablate import ablation_baseline
+from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.heads.candidates import attending
 from align_circuits.heads.permutation_tests import Distances
 from align_circuits.heads.thresholds import Thresholds
@@ -128,6 +128,16 @@ def joined_by_others(
     found = attending(with_rows_of(scores, where, others), roles, needed, chance)
     heads = tuple(head for head, role in found if role == ROLE and head in others)
     return with_rows_of(scores, where, heads), heads
+
+
+def resampling_effects(model: HookedModel, prompts: Prompts, heads: Sequence[Head], options: RunOptions) -> Table:
+    """Returns what replacing the output of each head by that on another prompt changes; empty without heads.
+
+    Empty, too, where prompts differ in length, so that there is no output at the same position.
+    """
+    if not bool(prompts.mask.all()):
+        return ablate_heads(model, prompts, heads=(), options=options)
+    return ablate_heads(model, prompts, "resample", heads=heads, options=options)
 
 
 def with_rows_of(scores: Table, other: Table, heads: Collection[Head]) -> Table:

@@ -16,6 +16,7 @@ from align_circuits.tables.provenance import Provenance
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=2)
 HEADS = [(layer, head) for layer in range(3) for head in range(4)]
+NONE = ac.Table(pd.DataFrame(columns=["layer", "head", "kind", "metric", "value", "low", "high", "n"]), Provenance(""))
 BOTH: Any = ("necessary", "sufficient")
 
 
@@ -32,8 +33,8 @@ def test_a_loss_is_minus_a_change_and_candidates_are_corrected_together():
     change, gain = (replace(effects, **by_prompt) for effects in (change, gain))
     p, family = {"lookup": np.array([[0.5, 0.01, 0.04]])}, [((0, 1), "lookup"), ((0, 2), "lookup")]
 
-    def of_table(*mattered: Any) -> ac.Table:
-        return evidence_table(scores, None, p, [family], mattered, change, gain, Provenance("localize"))
+    def of_table(*mattered: Any, resampled: ac.Table = NONE) -> ac.Table:
+        return evidence_table(scores, None, p, [family], mattered, change, gain, resampled, Provenance("localize"))
 
     of_one: Any = of_table((0, 1)).frame.set_index(["metric", "head"])["value"]
     assert of_one["q", 1] == of_one["causal_p", 1] and of_one["q", 2] == 1, "one test alone needs no correction"
@@ -52,6 +53,13 @@ def test_a_loss_is_minus_a_change_and_candidates_are_corrected_together():
     ):
         assert keyed.loc[metric, head].tolist() == pytest.approx(expected, nan_ok=True), (metric, head)
     assert ("q", 0) not in keyed.index and ("control", 0) not in keyed.index
+    # Of the second head, which now has three chances, resampling alone shows an effect.
+    one = table((0, 2, "all", "log_prob", -0.5, -0.7, -0.2))
+    resampled = replace(one, values=by_prompt["values"][:1], weights=np.ones((1, 2)))
+    of_three: Any = of_table((0, 1), (0, 2), resampled=resampled).frame.set_index(["metric", "head"])["value"]
+    assert of_three["resampling", 2] == 0.5 and ("resampling", 1) not in of_three.index
+    assert of_three["causal_p", 1] == pytest.approx(p_of_two)
+    assert of_three["causal_p", 2] == pytest.approx(1.5 * p_of_two)
 
 
 @pytest.fixture
