@@ -15,6 +15,7 @@ import align_circuits as ac
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.patch import patch_heads
 from align_circuits.hooks.edits import Ablate
+from align_circuits.hooks.names import Site
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.report import plots
 from align_circuits.run import first_order
@@ -175,7 +176,9 @@ def test_terms_by_position_add_up_to_the_effect(models, name):
     model, targets = models[name], TargetMetrics.of(prompts, ("log_prob",))
     kinds = {"all": np.full(len(targets.token), True)}
     heads = range(model.cfg.n_heads)
-    edits = {("z", layer, ""): Ablate([(layer, head) for head in heads], how="zero") for layer in (0, 1)}
+    edits: dict[tuple[Site, int, str], Ablate] = {
+        ("z", layer, ""): Ablate([(layer, head) for head in heads], how="zero") for layer in (0, 1)
+    }
     call = partial(first_order.first_order_effects, model, targets, kinds, edits, options=ac.RunOptions(batch_size=2))
     terms, whole = call(by_position=True), call()
     assert terms.shape == (*whole.shape, prompts.mask.shape[1])
