@@ -89,7 +89,7 @@ def localize(
     (`where_heads_matter`), as the previous-token head of an induction circuit does. Its score, attention and p-value
     for `previous` are then averages over all positions, weighted by what its output there changes to first order; and
     it may also matter by resample ablation, where the prompts have one length: its causal p-value is three times the
-    smallest of three.
+    smallest of three. These candidates are corrected on their own, so that the bound holds for both kinds of names.
 
     Then all named heads are ablated together, those of each role, and all heads but those named, beside as many other
     heads of the same layers and of similar scores.
@@ -188,7 +188,9 @@ def localize(
         }
         settings |= {"redundant": True} if redundant else {}
         provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
-        families = [candidates, diffuse]
+        # A p-value of previous is seldom below .01. In one family it would raise those of all other candidates.
+        apart = [(head, ROLE) for head in elsewhere]
+        families = [[each for each in candidates if each not in apart], diffuse, apart]
         resampled = resampling_effects(model, tested, elsewhere, options)
         of_heads = (ablation_effects, patching_effects, resampled)
         table = evidence_table(scores, control, p, families, mattered, *of_heads, provenance)

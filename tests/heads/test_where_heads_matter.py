@@ -126,3 +126,18 @@ def test_a_head_that_attends_so_where_the_model_predicts_is_scored_there(circuit
     (previous,) = (head for head, role in model.roles.items() if role == "previous")
     assert previous in found.heads("previous") and previous not in found.elsewhere
     assert "not by where the model predicts" not in found.summary
+
+
+def test_candidates_elsewhere_do_not_weigh_on_the_others(circuit):
+    """Which else would lose their names where p-values cannot be small: four symbols allow 1/24."""
+    model, _ = circuit
+    prompts = TASK.sample(40, model.tokenizer, seed=6)
+    roles = ["align_query", "align_key", "lookup"]
+    alone = ac.localize(model, prompts, roles=roles, n_controls=0)
+    found = ac.localize(model, elsewhere_alone(prompts), roles=[*roles, "previous"], n_controls=0)
+    assert found.elsewhere and alone.named_heads
+    for role in roles:
+        assert found.heads(role) == alone.heads(role)
+        for metric in ("causal_p", "q"):
+            values = [of.table.where(role=role, metric=metric).to_array(metric) for of in (found, alone)]
+            np.testing.assert_array_equal(*values)
