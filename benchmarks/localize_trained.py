@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -50,7 +51,7 @@ def models_of(family: str, trained: Path) -> Iterator[Any]:
 
 
 def measured(family: str, trained: Path) -> Iterator[dict[str, Any]]:
-    """A row for each model, number of prompts and role: heads that have it, named heads, false names."""
+    """A row for each model, number of prompts and role: heads that have it, named heads, false names, their effects."""
     for model in models_of(family, trained):
         for n in PROMPTS:
             prompts = model.task.sample(n, model.tokenizer, seed=7)
@@ -59,7 +60,9 @@ def measured(family: str, trained: Path) -> Iterator[dict[str, Any]]:
             found = ac.localize(model, clean, corrupted=corrupted, roles=roles, n_controls=0, redundant=True)
             for role in CIRCUIT_ROLES:
                 heads = {head for head, own in model.roles.items() if own == role}
+                effects = {member.head: member.effect for member in found.redundant.get(role, ())}
                 named = {*found.redundant_heads(role)}
+                of_false, of_true = ([effects[head] for head in some & {*effects}] for some in (named - heads, heads))
                 yield {
                     "family": family,
                     "prompts": n,
@@ -67,6 +70,9 @@ def measured(family: str, trained: Path) -> Iterator[dict[str, Any]]:
                     "heads": len(heads),
                     "named": len(heads & named),
                     "false": len(named - heads),
+                    "decoys": sum("decoy" in model.kinds[head] for head in named - heads),
+                    "false, most nats": max(of_false, default=np.nan),
+                    "true, least nats": max(of_true, default=np.nan),
                     "models": 1,
                 }
 
@@ -81,7 +87,9 @@ def main() -> None:
     torch.set_num_threads(1)
     folders = {"planted": Path(), **{name: getattr(arguments, name) / "trained" for name in ("trained", "redundant")}}
     rows = pd.DataFrame(row for family, folder in folders.items() for row in measured(family, folder))
-    sums = rows.groupby(["family", "prompts", "role"], sort=False).sum().reset_index()
+    how = dict.fromkeys(("heads", "named", "false", "decoys", "models"), "sum")
+    how |= {"false, most nats": "max", "true, least nats": "min"}  # of a false name, and of a model's strongest head
+    sums: Any = rows.groupby(["family", "prompts", "role"], sort=False).agg(how).reset_index()
     sums["share"] = sums["named"] / sums["heads"]
     sums[["low", "high"]] = [binomial_interval(*pair) for pair in zip(sums["named"], sums["heads"], strict=True)]
     print(sums.round(2).to_string(index=False))
