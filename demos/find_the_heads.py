@@ -83,7 +83,7 @@ print(trained.summary)
 ac.plots.ablation(trained.evidence.set_ablations, "toy-llama, pre-aligned prompts")
 
 # %% [markdown]
-# Ablating as many other heads costs nearly as much: 15 heads are too large a part of 35 for any set to stand out. So read the roles one by one (gray marks).
+# Ablating as many other heads costs nearly as much: 16 heads are too large a part of 35 for any set to stand out. So read the roles one by one (gray marks). One of the previous-token heads does not attend to the token before where the model predicts, but where its output matters: the last line of the summary says so.
 #
 # One lookup head alone matters little, since others do the same work: the effects of single heads do not add up to the effect of the set. Read both.
 
