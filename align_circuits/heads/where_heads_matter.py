@@ -27,6 +27,7 @@ from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import previous_token
 from align_circuits.run.alike_prompts import Rows, forward_alike
+from align_circuits.run.batch_sizes import CPU_TOKENS
 from align_circuits.run.first_order import first_order_effects
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics
@@ -88,6 +89,9 @@ def previous_where_heads_matter(
     relation = previous_token(
         prompts.inputs, prompts.mask, target=torch.zeros_like(prompt), prompt=prompt, query=before + 1
     )
+    # Gradients and attention of all positions take four times what other runs do.
+    at_once = options.prompts_at_once(max(1, CPU_TOKENS // prompts.mask.shape[1]))
+    options = replace(options, batch_size=max(1, min(at_once, len(prompts)) // 4))
     sizes = torch.from_numpy(sizes_of_effects(model, prompts, options)).float()
     weights = rearrange(sizes[:, :, relation.prompt, relation.query], "layer head row -> layer row head")
     tested = sorted(heads or ())
