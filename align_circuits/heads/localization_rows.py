@@ -19,10 +19,9 @@ EVIDENCE = {
     "q": "corrected p",
     "ablation": "loss by ablation (nats)",
     "denoising": "gain by patching (nats)",
-    "resampling": "loss by resampling (nats)",
     "control": "score on control",
 }
-"""The columns of the table of named heads, by metric."""
+"""The columns of the table of named heads, by metric. The loss by resampling, of few heads, is in `named by` alone."""
 
 
 def named_head_rows(
