@@ -139,5 +139,5 @@ def test_candidates_elsewhere_do_not_weigh_on_the_others(circuit):
     for role in roles:
         assert found.heads(role) == alone.heads(role)
         for metric in ("causal_p", "q"):
-            values = [of.table.where(role=role, metric=metric).to_array(metric) for of in (found, alone)]
-            np.testing.assert_array_equal(*values)
+            together, apart = (of.table.where(role=role, metric=metric).to_array(metric) for of in (found, alone))
+            np.testing.assert_array_equal(together, apart)
