@@ -83,7 +83,10 @@ def difference_of(minuend: Table, subtrahend: Table) -> Measured:
     by_seed = _by_seed(minuend), _by_seed(subtrahend)
     if len(by_seed[0]) > 1 and by_seed[0].index.equals(by_seed[1].index):
         return over_seeds((by_seed[0] - by_seed[1]).to_numpy(float))
-    left, right = mean_of(minuend), mean_of(subtrahend)
+    return _as_if_independent(mean_of(minuend), mean_of(subtrahend))
+
+
+def _as_if_independent(left: Measured, right: Measured) -> Measured:
     below = math.hypot(left.value - left.low, right.high - right.value)
     above = math.hypot(left.high - left.value, right.value - right.low)
     value = left.value - right.value
@@ -391,7 +394,13 @@ def half_rise(measure: str, **where: Any) -> Statistic:
 
 
 def _difference(one: Any, other: Any) -> Any:
-    return difference_of(one, other) if isinstance(one, Table) else one - other
+    if isinstance(one, Table):
+        return difference_of(one, other)
+    if not isinstance(one, Measured):
+        return one - other
+    if len(one.seeds) == len(other.seeds) > 1:  # of one table, so of the same seeds
+        return over_seeds(np.array(one.seeds, float) - np.array(other.seeds, float))
+    return _as_if_independent(one, other)
 
 
 def measured(values: Values) -> Measured:

@@ -20,12 +20,13 @@ from align_circuits.papers.icatune import tuned_models as tuned
 from align_circuits.papers.icatune.alignment_oracles import align_by_em
 from align_circuits.papers.icatune.fig_2_data import _accepted
 from align_circuits.papers.icatune.fig_4_emergence import FIG4
-from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, STANDARD, _methods
+from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, STANDARD, _methods, _summarize
 from align_circuits.papers.icatune.figs_7_10_alignments_and_layers import FIG10
 from align_circuits.papers.icatune.tuned_models import SMOKE, SMOKE_TASK, Arm
 from align_circuits.papers.icatune.tuning_courses import KEYS, LAYERS_APART, before_in
 from align_circuits.papers.lab import Inputs
 from align_circuits.papers.statistics import as_rows
+from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import VALUES, Table
 from align_circuits.training.tuning import TuneConfig
 
@@ -181,6 +182,26 @@ def test_longer_inputs_are_blamed_only_where_standard_tuning_falls_short_of_them
     checks = STANDARD.check(table_of(rows, **about))
     assert [check.met for check in checks] == expected
     assert checks[1].control_fails == (at_8 < 1)
+
+
+def test_fig_6_is_judged_by_seeds_where_its_table_has_them():
+    rows = pd.DataFrame(
+        {"arm": f"{method}, N = {n}", "seed": seed, "step": step, "ood": ood, "value": value}
+        for method, loss in (("ICA-Tune", 0.0), ("standard", 0.2))
+        for n in (50, 800)
+        for seed in range(5)
+        for ood in (False, True)
+        for step, value in ((0, 0.2), (10, 0.5), (20, 0.5), (30, 0.5), (40, 1 - loss * ood))
+    ).assign(metric="accuracy", kind="all", level="model", offset=np.nan, layer=np.nan, low=np.nan, high=np.nan, n=10)
+    heads = rows.assign(metric="align_query", level="head", layer=1, head=0)
+    layers = heads.assign(level="layer", head=np.nan)
+    summarized = _summarize(tuned.Tunings((), every=1), {"course": pd.concat([rows, heads, layers], ignore_index=True)})
+    checks = {check.claim: check for check in FIG6.check(Table(summarized, Provenance("test")))}
+    learned = checks["ICA-Tune learns from N = 50 examples (accuracy, all tokens)"]
+    assert learned.measured.seeds == (1.0,) * 5 and learned.verdict == "no evidence"  # so is standard fine-tuning
+    (lost,) = (check for claim, check in checks.items() if claim.startswith("Standard fine-tuning loses more"))
+    np.testing.assert_allclose(lost.measured.seeds, [0.2] * 5)
+    assert lost.verdict == "holds" and lost.control.value == 0
 
 
 @pytest.mark.parametrize("experiment", [FIG4, FIG6, FIG10, STANDARD])
