@@ -20,7 +20,8 @@ class Thresholds:
     keys, which does not make it an induction head."""
     fdr: float = 0.05
     """The highest false discovery rate (Benjamini and Hochberg) over all candidates, heads times roles, of attention
-    that positional bias explains or a head that does not matter."""
+    that positional bias explains or a head that does not matter. Candidates that are scored where their output matters
+    (`where_heads_matter`) are corrected on their own."""
     effect: float = 0.01
     """The least effect of mean ablation or of denoising, in nats of the targets' mean log-probability; its 95% interval
     must lie above 0."""
