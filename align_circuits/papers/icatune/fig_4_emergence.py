@@ -11,6 +11,7 @@ from align_circuits.papers.claims import Check, Claim, checks_of
 from align_circuits.papers.icatune.tuned_models import (
     ICA,
     PAPER_ICA,
+    SAME_RECIPE,
     SMOKE_ICA,
     SMOLLM2_ARMS,
     Tunings,
@@ -88,9 +89,11 @@ ABRUPTNESS = (
 
 
 def _check_emergence(table: Table) -> list[Check]:
+    frame: Any = table.frame
+    by_seed = Table(frame[frame["part"] != "course"].replace({"arm": SAME_RECIPE}), table.provenance)
     return [
         replace(check, claim=title + check.claim)
-        for title, arm in _arms_of(table).items()
+        for title, arm in _arms_of(by_seed).items()
         for check in checks_of(
             [
                 *_CLAIMS,

@@ -118,6 +118,9 @@ SMOLLM2_ONE_LETTER = Arm("phrases of one letter", ONE_LETTER_TASK, ONE_LETTER, (
 SMOLLM2_MORE = Arm("six more seeds", SMOLLM2_TASK, {**SMOLLM2, "probe_every": 5}, (4, 5, 6, 7, 8, 9))
 """As `SMOLLM2_ICA`, probed every five steps; registered after the three arms before it were seen."""
 
+SAME_RECIPE = {SMOLLM2_MORE.name: SMOLLM2_ICA.name}
+"""Arms whose seeds are judged together with those of another, from which they differ in probes alone."""
+
 SMOLLM2_ARMS = (
     SMOLLM2_ICA,
     SMOLLM2_ONE_LETTER,

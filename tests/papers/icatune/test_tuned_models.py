@@ -184,6 +184,18 @@ def test_longer_inputs_are_blamed_only_where_standard_tuning_falls_short_of_them
     assert checks[1].control_fails == (at_8 < 1)
 
 
+def test_arms_of_one_recipe_are_judged_together():
+    kept = Table.load(Path(__file__).parents[3] / "docs/results/icatune-fig4/smollm2")
+    frame: Any = kept.frame
+    frame = frame[frame["arm"] == tuned.SMOLLM2_ICA.name]
+    others = frame.assign(arm=tuned.SMOLLM2_MORE.name, seed=frame["seed"] + 10)
+    checks = FIG4.check(Table(pd.concat([frame, others], ignore_index=True), kept.provenance))
+    alone = FIG4.check(Table(frame, kept.provenance))
+    assert [check.claim for check in checks] == [check.claim for check in alone]
+    assert {2 * len(check.measured.seeds) for check in alone} == {len(check.measured.seeds) for check in checks}
+    assert [check.measured.value for check in checks] == pytest.approx([check.measured.value for check in alone])
+
+
 def test_fig_6_is_judged_by_seeds_where_its_table_has_them():
     rows = pd.DataFrame(
         {"arm": f"{method}, N = {n}", "seed": seed, "step": step, "ood": ood, "value": value}
