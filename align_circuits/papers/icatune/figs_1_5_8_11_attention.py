@@ -76,7 +76,7 @@ class Pairs:
     """Prompts of labelled symbols, `x1 y1 ... xk yk x`, where x is one of the k; half of them to choose heads by."""
 
     k: int = 2
-    n: int = 200
+    n: int = 2000
 
 
 def _pairs(k: int, n: int, tokenizer: Any, *, known: bool) -> Prompts:
