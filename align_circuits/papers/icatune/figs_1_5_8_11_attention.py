@@ -79,8 +79,12 @@ class Pairs:
     n: int = 2000
 
 
-def _pairs(k: int, n: int, tokenizer: Any, *, known: bool) -> Prompts:
-    """Prompts in which the last symbol was labelled, each symbol equally often; or was not."""
+REPEATED = 4
+"""How often each labelled symbol is shown where it is asked what one showing lacks."""
+
+
+def _pairs(k: int, n: int, tokenizer: Any, *, known: bool, times: int = 1) -> Prompts:
+    """Prompts in which the last symbol was labelled, each symbol equally often; or was not. All are shown `times`."""
     task = Seq2SeqTask(x_len=k + 1, phrase_len=1, n_examples=0)
     drawn = task.sample(n, tokenizer, seed=0, references=False)
     symbols = torch.tensor(drawn.task["symbols"])[drawn.latent["symbols"]]
@@ -89,7 +93,9 @@ def _pairs(k: int, n: int, tokenizer: Any, *, known: bool) -> Prompts:
     row = torch.arange(n)
     last = pairs[row, row % k if known else k]
     start = torch.full((n, 1), tokenizer.bos_token_id)
-    return Prompts.from_tokens(torch.cat([start, pairs[:, :k].flatten(1), last], 1), tokenizer=tokenizer)
+    return Prompts.from_tokens(
+        torch.cat([start, pairs[:, :k].flatten(1).repeat(1, times), last], 1), tokenizer=tokenizer
+    )
 
 
 def pairs(*, model: str, k: int, n: int, **_: str) -> pd.DataFrame:
@@ -99,8 +105,9 @@ def pairs(*, model: str, k: int, n: int, **_: str) -> pd.DataFrame:
     """
     network, frames = loaded(model), []
     drawn = {part: _pairs(k, n, network.tokenizer, known=part == "known") for part in ("known", "unknown")}
-    for part, prompts in drawn.items():
-        right = evaluate(network, prompts).where(metric="accuracy", offset=2 * k + 1)
+    repeated = _pairs(k, n, network.tokenizer, known=True, times=REPEATED)
+    for part, prompts, times in (*((*each, 1) for each in drawn.items()), ("repeated", repeated, REPEATED)):
+        right = evaluate(network, prompts).where(metric="accuracy", offset=2 * k * times + 1)
         frames.append(right.frame.assign(part=part, of="model"))
     prompts = drawn["known"]
     chosen, scores = (
