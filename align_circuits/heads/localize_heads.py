@@ -115,7 +115,8 @@ def localize(
         minimal_sets: Whether the smallest necessary and the smallest sufficient set are looked for on the first half
             and tested on the second; takes several times as long.
         redundant: Whether redundant heads are looked for, which do the same work, so that the model misses none of them
-            alone: those that share a role, and backups (`redundant_heads`). Takes up to three times as long. Aligners
+            alone: those that share a role, and backups (`redundant_heads`). Takes up to three times as long. Each
+            round of a role is corrected by itself, so that no rate is promised for all these names together. Aligners
             are not looked for so where all keys lie at one distance.
         options: How the model is run.
 

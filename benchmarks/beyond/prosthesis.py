@@ -342,6 +342,14 @@ def in_layers(side: str, first: float, last: float) -> Statistic:
     return statistic(mean).at(part="layers", side=side, of=GOLD, metric="accuracy")
 
 
+def brought_back(side: str, first: float, last: float) -> Statistic:
+    """Returns what the layers from `first` to `last`, from 0 to 1, bring back beyond the other side alone, on average.
+
+    As a share of what tuning gains.
+    """
+    return share(in_layers(side, first, last), _other_alone(side))
+
+
 def last_layer(table: Table, side: str) -> Float[ndarray, " seed"]:
     """Returns the last layer in which one side brings back half of what it does in the best layer, in each seed.
 

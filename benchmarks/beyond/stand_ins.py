@@ -37,7 +37,7 @@ from align_circuits.hooks.head_names import Head, heads_of
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.tuned_models import SMOKE_TASK, SMOLLM2_TASK, TASK, loaded
 from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study, seed_dots
-from align_circuits.papers.statistics import Statistic, as_rows, grouped_over_seeds, statistic
+from align_circuits.papers.statistics import Measured, Statistic, as_rows, grouped_over_seeds, measured, statistic
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import TargetMetrics
@@ -174,6 +174,11 @@ def _by_seed(table: Table) -> Float[ndarray, " seed"]:
 
 
 _ALIGNERS = statistic(_by_seed).at(part="aligners", metric="accuracy")
+
+
+def state(table: Table, side: str, of: str) -> Measured:
+    """Returns the accuracy with the aligners of a side `INTACT`, `BLIND`, or as `stood_in` lists."""
+    return measured(_ALIGNERS.at(side=side, of=of)(table))
 
 
 def _stand_ins(table: Table, part: str, first: float = 0, last: float = 1) -> Any:
