@@ -28,9 +28,11 @@ from align_circuits.validation.redundancy import (
     SINGLE,
     Models,
     class_of,
+    f1,
     measured_by_model,
     overview,
     reached_enough,
+    recall,
     rows_of,
     thresholds_on,
 )
@@ -173,6 +175,17 @@ def test_claims_hold_where_all_is_as_claimed_and_fail_where_it_is_not():
     assert verdicts("Attention names decoys", of_attention=0.1) == {"fails"}
     assert verdicts("the best other method", auroc=0.99) == {"fails"}
     assert verdicts("redundant heads names the backups", single=1.0) == {"no evidence"}
+
+
+def test_recall_counts_heads_and_f1_its_mean_with_precision():
+    table = table_of(ours=0.5)  # of three copies
+    np.testing.assert_allclose(recall(table, GROUPS), (2 + 3 * 0.5 + 0.5 + 0.5) / 7)
+    np.testing.assert_allclose(f1(table, GROUPS), 2 * 4.5 / (4.5 + 7))
+    two: Any = table.frame[
+        (table.frame["metric"] == "named") & (table.frame["of"] == COPY) & (table.frame["role"] == "all")
+    ]
+    both = Table(pd.concat([table.frame, two.assign(metric="named of 2")]), table.provenance)
+    np.testing.assert_allclose(recall(both, GROUPS), (2 + 2 * 0.5 + 0.5 + 0.5) / 6)
 
 
 def test_figures_order_methods_by_f1_and_have_those_of_other_packages():
