@@ -72,7 +72,7 @@ def measured(family: str, trained: Path) -> Iterator[dict[str, Any]]:
                     "false": len(named - heads),
                     "decoys": sum("decoy" in model.kinds[head] for head in named - heads),
                     "false, most nats": max(of_false, default=np.nan),
-                    "true, least nats": max(of_true, default=np.nan),
+                    "strongest true, least nats": max(of_true, default=np.nan),
                     "models": 1,
                 }
 
@@ -88,7 +88,10 @@ def main() -> None:
     folders = {"planted": Path(), **{name: getattr(arguments, name) / "trained" for name in ("trained", "redundant")}}
     rows = pd.DataFrame(row for family, folder in folders.items() for row in measured(family, folder))
     how = dict.fromkeys(("heads", "named", "false", "decoys", "models"), "sum")
-    how |= {"false, most nats": "max", "true, least nats": "min"}  # of a false name, and of a model's strongest head
+    how |= {
+        "false, most nats": "max",
+        "strongest true, least nats": "min",
+    }  # of a false name, and of a model's strongest head
     sums: Any = rows.groupby(["family", "prompts", "role"], sort=False).agg(how).reset_index()
     sums["share"] = sums["named"] / sums["heads"]
     sums[["low", "high"]] = [binomial_interval(*pair) for pair in zip(sums["named"], sums["heads"], strict=True)]

@@ -93,7 +93,7 @@ def mattering(effects: Table, needed: Thresholds, sign: int = 1) -> set[Head]:
 def corrected(
     p: Mapping[str, Float[ndarray, "layer head"]],
     families: Sequence[Sequence[Candidate]],
-    matters: Mapping[Head, float],
+    matters: Mapping[Candidate, float],
 ) -> dict[Candidate, float]:
     """Returns the p-value of each candidate, corrected over its family (Benjamini and Hochberg, 1995).
 
@@ -107,7 +107,7 @@ def corrected(
     """
     q: dict[Candidate, float] = {}
     for family in families:
-        both = np.array([max(float(p[role][head]), matters[head]) for head, role in family])
+        both = np.array([max(float(p[role][head]), matters[head, role]) for head, role in family])
         q |= zip(family, benjamini_hochberg(both), strict=True)
     return q
 

@@ -71,7 +71,8 @@ def evidence_table(
     control: Table | None,
     p: Mapping[str, Float[ndarray, "layer head"]],
     families: Sequence[Sequence[Candidate]],
-    mattered: Collection[Head],
+    elsewhere: Sequence[Candidate],
+    mattered: Collection[Candidate],
     ablation_effects: Table,
     patching_effects: Table,
     resampling_effects: Table,
@@ -79,14 +80,17 @@ def evidence_table(
 ) -> Table:
     """Returns `Localization.table`: all evidence for each head in each role, p-values corrected in each family.
 
-    Those are tested that mattered on the prompts that chose; for the other candidates `"q"` is 1. Heads with an effect
-    of resampling have three chances to matter, the others two.
+    Those are tested that mattered on the prompts that chose; for the other candidates `"q"` is 1. Candidates
+    `elsewhere`, a family of their own, have three chances to matter where there are effects of resampling, the others
+    two. They have no score on the control, which would be of other positions.
     """
-    matters = causal_p_values((ablation_effects, patching_effects), signs=(-1, 1))
+    of_two = causal_p_values((ablation_effects, patching_effects), signs=(-1, 1))
+    matters = {candidate: of_two[candidate[0]] for candidate in chain(*families, elsewhere)}
     if len(resampling_effects):
         of_three = causal_p_values((ablation_effects, patching_effects, resampling_effects), signs=(-1, 1, -1))
-        matters |= {head: of_three[head] for head in resampling_effects.head_indices}
-    tests = [[candidate for candidate in family if candidate[0] in mattered] for family in families]
+        matters |= {candidate: of_three[candidate[0]] for candidate in elsewhere}
+    families = [*families, elsewhere]
+    tests = [[candidate for candidate in family if candidate in mattered] for family in families]
     q = dict.fromkeys(chain(*families), 1.0) | corrected(p, tests, matters)
     no_interval = {"low": np.nan, "high": np.nan}
     frames = []
@@ -96,9 +100,10 @@ def evidence_table(
         tested = attention.set_index(["layer", "head"]).loc[candidates].reset_index()
         p_of_head = p[role][attention["layer"].to_numpy(int), attention["head"].to_numpy(int)]
         rows = {"score": scores.where(metric=role).heads().frame}
-        rows |= {} if control is None else {"control": control.where(metric=role).heads().frame}
+        others = [head for head, of_role in elsewhere if of_role == role]
+        rows |= {} if control is None else {"control": _without(control.where(metric=role).heads().frame, others)}
         rows |= {"attention": attention, "p": attention.assign(value=p_of_head, **no_interval)}
-        rows["causal_p"] = tested.assign(value=[matters[head] for head in candidates], **no_interval)
+        rows["causal_p"] = tested.assign(value=[matters[head, role] for head in candidates], **no_interval)
         rows["q"] = tested.assign(value=[q[head, role] for head in candidates], **no_interval)
         for metric, effects, sign in (
             ("ablation", ablation_effects, -1),
@@ -106,14 +111,23 @@ def evidence_table(
             ("resampling", resampling_effects, -1),
         ):
             effect = effects.where(kind="all", metric="log_prob").frame if len(effects) else effects.frame
-            is_candidate = [head in candidates for head in zip(effect["layer"], effect["head"], strict=True)]
-            effect = effect[np.array(is_candidate, dtype=bool)]
+            effect = _of(effect, others if metric == "resampling" else candidates)
             # A loss is minus a change, which swaps the ends of its interval.
             low, high = np.sort(np.stack([sign * effect["low"], sign * effect["high"]]).astype(float), axis=0)
             rows[metric] = effect.assign(value=sign * effect["value"], low=low, high=high)
         frames += [frame.assign(metric=metric, role=role) for metric, frame in rows.items() if len(frame)]
     columns = ["level", "layer", "head", "role", "metric", "value", "low", "high", "n"]
     return Table(pd.concat([frame.loc[:, columns] for frame in frames], ignore_index=True), provenance)
+
+
+def _of(frame: Any, heads: Collection[Head]) -> Any:
+    """The rows of these heads."""
+    return frame[np.array([head in heads for head in zip(frame["layer"], frame["head"], strict=True)], dtype=bool)]
+
+
+def _without(frame: Any, heads: Collection[Head]) -> Any:
+    """The rows of all other heads."""
+    return frame[np.array([head not in heads for head in zip(frame["layer"], frame["head"], strict=True)], dtype=bool)]
 
 
 def judged(prompts: Prompts) -> tuple[Prompts, str]:

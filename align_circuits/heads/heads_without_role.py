@@ -106,7 +106,7 @@ def unnamed_heads(
     named = {head for heads in heads_by_role.values() for head in heads}
 
     def excess(head: Head, role: str) -> float:
-        return float(np.nan_to_num(tests.value(head, role, "score"), nan=0.0)) - tests.least_score(role)
+        return float(np.nan_to_num(tests.value(head, role, "score"), nan=0.0)) - tests.least_score(head, role)
 
     def nearness(head: Head, role: str) -> tuple[bool, int, float]:
         high = excess(head, role) >= 0

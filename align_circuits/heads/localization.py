@@ -207,7 +207,8 @@ class Localization:
         """What to bear in mind, a sentence for each, the gravest first.
 
         Roles that the prompts allow no name for, effects that mean nothing, heads that fail the control, heads that are
-        many, large effects without a role, heads that almost pass, redundant heads, what the task cannot tell.
+        many, large effects without a role, heads that almost pass, heads that are scored where their output matters,
+        redundant heads, what the task cannot tell.
         """
         diffuse = [
             f"Aligned but diffuse ({role}): {describe(heads)} pass every other test with less than "
@@ -264,7 +265,7 @@ def unnamed_sentences(unnamed: Sequence[UnnamedHead], named: Collection[Head]) -
 
 def elsewhere_sentences(found: Localization) -> Iterator[str]:
     """Yields which heads are scored by what they attend to elsewhere than where the model predicts."""
-    if heads := sorted(found.elsewhere, key=lambda head: head not in found.heads_by_role["previous"]):
+    if heads := [head for head in found.elsewhere if head in found.heads_by_role["previous"]]:
         more = f" and {len(heads) - SHOWN} more" if len(heads) > SHOWN else ""
         yield (
             f"Scored for previous by where the output matters, not by where the model predicts: "

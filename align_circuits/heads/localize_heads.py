@@ -33,9 +33,11 @@ from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.where_heads_matter import (
     CHOOSING,
     ROLE,
-    joined_by_others,
+    Elsewhere,
+    is_previous,
     previous_where_heads_matter,
     resampling_effects,
+    spread,
     with_rows_of,
 )
 from align_circuits.hooks.head_names import Head
@@ -89,7 +91,8 @@ def localize(
     (`where_heads_matter`), as the previous-token head of an induction circuit does. Its score, attention and p-value
     for `previous` are then averages over all positions, weighted by what its output there changes to first order; and
     it may also matter by resample ablation, where the prompts have one length: its causal p-value is three times the
-    smallest of three. These candidates are corrected on their own, so that the bound holds for both kinds of names.
+    smallest of three. These candidates are corrected on their own, so that the bound holds for each kind of names.
+    They have no score on the control. A relation of that name with other keys is scored where the model predicts alone.
 
     Then all named heads are ablated together, those of each role, and all heads but those named, beside as many other
     heads of the same layers and of similar scores.
@@ -153,29 +156,48 @@ def localize(
         # Candidates, on the prompts that choose.
         discovered = score_heads(model, discovery, metrics, options=options)
         chance = chance_of(prompts, roles)
-        elsewhere: tuple[Head, ...] = ()
-        if ROLE in roles:
-            where, _ = previous_where_heads_matter(model, discovery[:CHOOSING], options=options)
-            discovered, elsewhere = joined_by_others(discovered, where, roles, thresholds, chance)
         candidates = attending(discovered, roles, thresholds, chance)
         diffuse = attending_diffusely(discovered, roles, thresholds, chance)
         heads = sorted({head for head, _ in [*candidates, *diffuse]})
+        # Heads that attend to the token before where their output matters, and not where the model predicts.
+        elsewhere: list[Head] = []
+        by = "position" if prompts.mask.all() and half > 1 else None
+        if ROLE in roles and is_previous(prompts.relations[ROLE]):
+            where = previous_where_heads_matter(model, spread(discovery, CHOOSING), by=by, options=options)
+            there = np.argwhere(where.attending(discovered, roles, thresholds)).tolist()
+            elsewhere = [(layer, head) for layer, head in there if ((layer, head), ROLE) not in candidates]
 
         # Heads without an effect here would only weigh on the correction of the others. Either effect is enough, and
         # patches rerun a few positions where ablations rerun all: only the heads that these leave open are ablated.
         chosen = Pair(*task.pairs(discovery, seed))
-        mattered = mattering(patch_heads(model, chosen, heads=heads, options=options), thresholds)
-        quiet = [head for head in heads if head not in mattered]
-        mattered |= mattering(ablate_heads(model, discovery, "mean", heads=quiet, options=options), thresholds, sign=-1)
-        quiet = [head for head in elsewhere if head not in mattered]
-        mattered |= mattering(resampling_effects(model, discovery, quiet, options), thresholds, sign=-1)
+        all_heads = sorted({*heads, *elsewhere})
+        matters = mattering(patch_heads(model, chosen, heads=all_heads, options=options), thresholds)
+        quiet = [head for head in all_heads if head not in matters]
+        matters |= mattering(ablate_heads(model, discovery, "mean", heads=quiet, options=options), thresholds, sign=-1)
+        mattered = {(head, role) for head, role in [*candidates, *diffuse] if head in matters}
+        quiet = [head for head in elsewhere if head not in matters]
+        matters |= mattering(resampling_effects(model, discovery, quiet, options), thresholds, sign=-1)
+        elsewhere = [head for head in elsewhere if head in matters]
+        mattered |= {(head, ROLE) for head in elsewhere}
+        heads = sorted({*heads, *elsewhere})
 
         # Evidence for single heads, on the prompts that test, and the names that it gives.
         scores, p = score_and_test(model, tested, metrics, roles, seed=seed, options=options)
+        smallest_p = smallest_p_values(tested, roles)
+        judged_elsewhere: dict[Head, Elsewhere] = {}
+        attending_elsewhere: set[Head] = set()
+        shown = scores
         if elsewhere:
-            where, there = previous_where_heads_matter(model, tested, elsewhere, options=options)
-            scores = with_rows_of(scores, where, elsewhere)
-            p[ROLE][tuple(np.transpose(elsewhere))] = [there[head] for head in elsewhere]
+            there = previous_where_heads_matter(model, tested, elsewhere, by=by, options=options)
+            shown, plain = with_rows_of(scores, there.table, elsewhere), scores.to_array(f"{ROLE}_attention")
+            p[ROLE][tuple(np.transpose(elsewhere))] = [there.p[head] for head in elsewhere]
+            smallest_p[ROLE] = min(smallest_p[ROLE], *there.smallest_p.values())
+            judged_elsewhere = {
+                head: Elsewhere(float(there.chance[head]), there.smallest_p[head], float(plain[head]))
+                for head in elsewhere
+            }
+            attends = there.attending(scores, roles, thresholds)
+            attending_elsewhere = {head for head in elsewhere if attends[head]}
         other = task.control()
         control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
         ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
@@ -191,21 +213,22 @@ def localize(
         provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
         # A p-value of previous is seldom below .01. In one family it would raise those of all other candidates.
         apart = [(head, ROLE) for head in elsewhere]
-        families = [[each for each in candidates if each not in apart], diffuse, apart]
         resampled = resampling_effects(model, tested, elsewhere, options)
         of_heads = (ablation_effects, patching_effects, resampled)
-        table = evidence_table(scores, control, p, families, mattered, *of_heads, provenance)
+        table = evidence_table(shown, control, p, [candidates, diffuse], apart, mattered, *of_heads, provenance)
 
-        smallest_p = smallest_p_values(tested, roles)
-        tests = RoleTests(table, roles, thresholds, confounded_roles(tested, roles), chance, smallest_p)
-        heads_by_role = named_heads(tests, candidates)
+        confounded = confounded_roles(tested, roles)
+        tests = RoleTests(table, roles, thresholds, confounded, chance, smallest_p, judged_elsewhere)
+        heads_by_role = named_heads(tests, [*candidates, *apart])
         aligners = diffuse_aligners(tests, [*candidates, *diffuse], heads_by_role)
         named = sorted({head for of_role in heads_by_role.values() for head in of_role})
         # All heads by their effect, also those that attend as no role requires.
         patching_effects = effects_of_others(model, pair, patching_effects, options)
         members = {}
         if redundant:
-            search = RedundantHeadSearch(model, {discovery: discovered, tested: scores}, p, thresholds, seed, options)
+            of_halves = {discovery: discovered, tested: scores}
+            found = {discovery: elsewhere, tested: attending_elsewhere}
+            search = RedundantHeadSearch(model, of_halves, p, found, thresholds, seed, options)
             # Where a fixed distance does as well as the alignment, only the control tells them apart, which is not run.
             members = {role: search.heads(role, heads_by_role[role]) for role in roles if role not in tests.confounded}
         of_roles = {
@@ -259,7 +282,7 @@ def localize(
             aligners,
             members,
             unnamed,
-            elsewhere,
+            tuple(elsewhere),
         )
 
 

@@ -255,8 +255,10 @@ class Distances(_Test):
     of which one token back is one. So tokens that the layout repeats do not count, and no distance is drawn where few
     others stand. Since rows then differ between distances, a row counts as what it exceeds its own mean by.
 
-    Rows may count by a weight for each head; then they may lie anywhere, and a distance is drawn if a quarter of the
-    rows reach it.
+    Rows may count by a weight for each head; then they may lie anywhere, and of a head those distances are drawn that
+    a quarter of its weight reaches. The first tokens of a prompt have few others to attend to, of which each gets much,
+    and only small distances reach there. So that these do not vary more than others, attention is then a multiple of
+    what each token would get if all got the same.
     """
 
     def __init__(
@@ -271,24 +273,31 @@ class Distances(_Test):
         self.weights = weights
         start = prompts.mask.int().argmax(1)[relation.prompt]
         reach = relation.query - start
-        # As far back as all rows reach; as half of them do where that would establish nothing, since the first of many
-        # targets have hardly anything before them.
-        most = reach.float().quantile(0.5 if weights is None else 0.75, interpolation="lower")
-        furthest = int(reach.min()) if reach.min() >= _FEWEST_DISTANCES else int(most)
-        varied, back = torch.from_numpy(~_repeated_by_layout(prompts)), torch.arange(furthest + 1)
-        counted = varied[(relation.query[:, None] - back).clamp(min=0)] & (back <= reach[:, None])
-        if not bool(counted[:, 1:2].any()):  # one token back there is nothing else
-            counted = back <= reach[:, None]
-        rows = counted.sum(0)
+        varied = torch.from_numpy(~_repeated_by_layout(prompts))
+        if not bool(varied[(relation.query - 1).clamp(min=0)][reach > 0].any()):  # one token back there is nothing else
+            varied = torch.ones_like(varied)
+        self.varied, self.reach = varied, reach
+        self.own = bool(varied[relation.query].any())
         # the query itself comes first, then one token back, the true distance
-        drawn = 1 + ((2 if weights is None else 4) * rows[1:] >= rows[1:2]).nonzero()[:, 0]
-        self.distances = torch.cat([torch.zeros(1, dtype=torch.long), drawn])
-        self.counted = counted[:, self.distances]
-        self.own = bool(self.counted[:, 0].any())
+        if weights is not None:
+            self.distances = torch.arange(int(reach.max()) + 1)
+        else:
+            # As far back as all rows reach; as half of them do where that would establish nothing, since the first of
+            # many targets have hardly anything before them.
+            most = int(reach.float().quantile(0.5, interpolation="lower"))
+            self.distances = torch.arange(1 + (int(reach.min()) if reach.min() >= _FEWEST_DISTANCES else most))
+            counts = self._counted(torch.arange(len(relation))).sum(0)
+            drawn = 1 + (2 * counts[1:] >= counts[1:2]).nonzero()[:, 0]
+            self.distances = torch.cat([torch.zeros(1, dtype=torch.long), drawn])
         # summed over rows
         self.excess, self.counts = torch.zeros(2, layers, heads, len(self.distances))
         self.mean, self.rows = torch.zeros(2, layers, heads, 1)
         self.seen = torch.zeros(layers, len(relation), dtype=torch.bool)
+
+    def _counted(self, rows: Int[Tensor, " row"]) -> Bool[Tensor, "row distance"]:
+        """Whether a token that counts lies as far back from the query of each row."""
+        at = self.relation.query[rows, None] - self.distances
+        return self.varied[at.clamp(min=0)] & (self.distances <= self.reach[rows, None])
 
     @property
     def smallest(self) -> float:
@@ -301,15 +310,28 @@ class Distances(_Test):
         rows, pattern = rows[new], pattern[new]
         back = (self.relation.query[rows, None] - self.distances).clamp(min=0)
         attention = pattern.gather(2, back[:, None].expand(-1, pattern.shape[1], -1)).float()
-        counted = self.counted[rows, None]
+        counted = self._counted(rows)[:, None]
         weights = torch.ones(()) if self.weights is None else self.weights[layer, rows, :, None]
         others = attention[..., 1:] * counted[..., 1:]
-        mean = others.sum(-1, keepdim=True) / counted[..., 1:].sum(-1, keepdim=True).clamp(min=1)
+        among = counted[..., 1:].sum(-1, keepdim=True).clamp(min=1)
+        mean = others.sum(-1, keepdim=True) / among
+        if self.weights is not None:
+            attention, mean = attention * among, mean * among
         self.excess[layer] += (weights * (attention - mean) * counted).sum(0)
         self.counts[layer] += (weights * counted).sum(0)
         self.mean[layer] += (weights * mean).sum(0)
         self.rows[layer] += (weights * torch.ones(len(rows), 1, 1)).sum(0)
         self.seen[layer, rows] = True
+
+    def smallest_of_heads(self) -> Float[ndarray, "layer head"]:
+        """Returns one over the number of distances that are drawn of each head."""
+        drawn = self._drawn()
+        return 1 / drawn.sum(-1).clamp(min=1).numpy()
+
+    def _drawn(self) -> Bool[Tensor, "layer head distance"]:
+        """Which distances a quarter of a head's weight reaches; without weights all of them."""
+        back = self.counts[..., 1:] if self.own else self.counts[..., 1:-2]
+        return 4 * back >= back[..., :1]
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:  # noqa: ARG002 - all are listed
         """Returns the p-value of every head; no redraw is random."""
@@ -325,7 +347,12 @@ class Distances(_Test):
             beside = torch.maximum(next_back, fallen.clamp(max=1))
         # The mean over distances in the denominator keeps tiny attention far back from large shares.
         scores = (tested - beside) / (tested + beside + level).clamp(min=torch.finfo(tested.dtype).tiny)
-        return share_at_least_first(scores.numpy()) if tested.shape[-1] else np.ones(self.shape)
+        if not tested.shape[-1]:
+            return np.ones(self.shape)
+        drawn = self._drawn()
+        # What is not drawn counts as often as it is left out: never.
+        among = share_at_least_first(scores.where(drawn, -torch.inf).numpy()) * drawn.shape[-1]
+        return among / drawn.sum(-1).numpy()
 
 
 class _OtherPrompts(_Test):

@@ -1,6 +1,6 @@
 """Finds all heads of a role together: also redundant ones, of which no single ablation shows any."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from align_circuits.heads.permutation_tests import p_values
 from align_circuits.heads.renamed_tokens import redraws_tokens
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
+from align_circuits.heads.where_heads_matter import ROLE
 from align_circuits.hooks.edits import Ablate, Edit
 from align_circuits.hooks.head_names import Head
 from align_circuits.hooks.hooked_model import HookedModel
@@ -77,6 +78,9 @@ class RedundantHeadSearch:
     its attention."""
     p: Mapping[str, Float[ndarray, "layer head"]]
     """The p-values of each role, in the intact model."""
+    elsewhere: Mapping[Prompts, Collection[Head]]
+    """On the same prompts the heads that attend to the token before where their output matters (`where_heads_matter`);
+    their p-value of `previous` is of that."""
     thresholds: Thresholds
     seed: int
     """Of the permutation tests."""
@@ -117,11 +121,9 @@ class RedundantHeadSearch:
             metrics = [*roles, *(f"{name}_attention" for name in roles)]
             edits = self._ablating(ablated, prompts)
             scores = score_heads(self.model, prompts, metrics, edits=edits, options=self.options)
-        return {
-            head
-            for head, of_role in attending(scores, roles, self.thresholds, chance_of(prompts, roles))
-            if of_role == role
-        }
+        found = attending(scores, roles, self.thresholds, chance_of(prompts, roles))
+        heads = {head for head, of_role in found if of_role == role}
+        return heads | {*self.elsewhere[prompts]} if role == ROLE and not ablated else heads
 
     def significant(self, role: str, ablated: Sequence[Head], matters: Mapping[Head, float]) -> set[Head]:
         """Returns the heads that attend so beyond their positional bias and matter, on the prompts that test.
@@ -135,7 +137,8 @@ class RedundantHeadSearch:
         if ablated:
             edits = self._ablating(ablated, tested)
             p = p_values(self.model, tested, [role], seed=self.seed, edits=edits, options=self.options)
-        q = corrected(p, [[(head, role) for head in matters]], matters)
+        of_role = {(head, role): value for head, value in matters.items()}
+        q = corrected(p, [[*of_role]], of_role)
         return {head for (head, _), value in q.items() if value <= self.thresholds.fdr}
 
     def effects(self, candidates: Sequence[Head], ablated: Sequence[Head], prompts: Prompts) -> tuple[Table, Table]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from align_circuits.heads.candidates import ALIGNERS, Candidate
 from align_circuits.heads.thresholds import Thresholds
+from align_circuits.heads.where_heads_matter import ROLE, Elsewhere
 from align_circuits.hooks.head_names import Head
 from align_circuits.tables.tables import Table
 
@@ -30,14 +31,20 @@ class RoleTests:
     """The score of a head that attends to all candidates alike, by role."""
     smallest_p: Mapping[str, float] = field(default_factory=dict)
     """The smallest p-value of attention that the prompts allow, by role."""
+    elsewhere: Mapping[Head, Elsewhere] = field(default_factory=dict)
+    """The heads whose rows of `previous` are about where their output matters."""
 
     def value(self, head: Head, role: str, metric: str) -> float:
         """Returns a number of the table; NaN where it has none."""
         return self._rows.get((*head, role, metric), (np.nan, np.nan))[0]
 
-    def least_score(self, role: str) -> float:
-        """Returns the score that a head of this role has at least."""
-        return self.needed.least_score(self.chance.get(role, 0.0))
+    def least_score(self, head: Head, role: str) -> float:
+        """Returns the score that a head needs for this role."""
+        elsewhere = self._elsewhere(head, role)
+        return self.needed.least_score(elsewhere.chance if elsewhere else self.chance.get(role, 0.0))
+
+    def _elsewhere(self, head: Head, role: str) -> Elsewhere | None:
+        return self.elsewhere.get(head) if role == ROLE else None
 
     def failed(self, head: Head, role: str) -> tuple[str, ...]:
         """Returns the tests that a head failed in a role, in words; none if it is named, provided it is a candidate.
@@ -49,9 +56,14 @@ class RoleTests:
     def _attention(self, head: Head, role: str) -> Iterator[str]:
         score, attention = (self.value(head, role, metric) for metric in ("score", "attention"))
         by_role = {name: self.value(head, name, "attention") for name in self.roles}
-        best = max(by_role, key=lambda name: np.nan_to_num(by_role[name], nan=-1.0))
-        if not score >= self.least_score(role):
-            yield f"score {_unlike(score, self.least_score(role))}, below {self.least_score(role):.2f}"
+        if role != ROLE and head in self.elsewhere:  # the other roles are about where the model predicts
+            by_role[ROLE] = self.elsewhere[head].attention
+        best, least = (
+            max(by_role, key=lambda name: np.nan_to_num(by_role[name], nan=-1.0)),
+            self.least_score(head, role),
+        )
+        if not score >= least:
+            yield f"score {_unlike(score, least)}, below {least:.2f}"
         if not attention >= self.needed.attention:
             told = _unlike(attention, self.needed.attention)
             yield f"diffuse: {told} of its attention on the keys, below {self.needed.attention:g}"
@@ -60,17 +72,19 @@ class RoleTests:
 
     def _others(self, head: Head, role: str) -> Iterator[str]:
         p, causal_p, q = (self.value(head, role, metric) for metric in ("p", "causal_p", "q"))
-        fdr = self.needed.fdr
+        fdr, elsewhere = self.needed.fdr, self._elsewhere(head, role)
         if np.isnan(q):
             yield "attends so on the prompts that test, but not on those that chose the candidates"
         elif not q <= fdr:
             if p > fdr:
                 # A p-value of redraws lies around the smallest one, which is that of all of them.
-                at_floor = p <= 1.1 * self.smallest_p.get(role, 0.0)
+                smallest = elsewhere.smallest_p if elsewhere else self.smallest_p.get(role, 0.0)
+                at_floor = p <= 1.1 * smallest
                 why = "no p-value on these prompts is smaller" if at_floor else "its positional bias may explain it"
                 yield f"attention p = {p:.2g}, above {fdr:g}: {why}"
             if causal_p > fdr:
-                yield f"causal p = {causal_p:.2g}, above {fdr:g}: no loss by ablation or gain by patching is shown"
+                loss = "ablation or resampling" if elsewhere else "ablation"
+                yield f"causal p = {causal_p:.2g}, above {fdr:g}: no loss by {loss} or gain by patching is shown"
             if not (p > fdr or causal_p > fdr):
                 small = f"effect below {self.needed.effect:g} nats on the prompts that choose"
                 yield f"corrected p = {q:.2g}, above {fdr:g}" if q < 1 else small

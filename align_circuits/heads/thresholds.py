@@ -23,8 +23,8 @@ class Thresholds:
     that positional bias explains or a head that does not matter. Candidates that are scored where their output matters
     (`where_heads_matter`) are corrected on their own."""
     effect: float = 0.01
-    """The least effect of mean ablation or of denoising, in nats of the targets' mean log-probability; its 95% interval
-    must lie above 0."""
+    """The least effect of mean ablation or of denoising, or of resampling for heads that are scored where their output
+    matters, in nats of the targets' mean log-probability; its 95% interval must lie above 0."""
     min_drop: float = 0.1
     """The accuracy that ablating a set of heads must cost at least, for the set to be necessary."""
     min_retained: float = 0.9

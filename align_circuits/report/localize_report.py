@@ -221,7 +221,7 @@ def _largest_effect(localization: Localization) -> str:
 def _smallest_p(localization: Localization) -> str:
     """For which roles without a head a single one could hardly be named, since no p-value can be small enough."""
     fdr, table = localization.thresholds.fdr, localization.table.frame
-    tested = table["metric"].tolist().count("q")
+    tested = table["metric"].tolist().count("q") - len(localization.elsewhere)  # which are corrected on their own
     # A single name among the tested candidates needs p <= fdr / tested (Benjamini and Hochberg).
     out_of_reach = {
         role: f"{p:.2g} for {role}"
@@ -258,9 +258,12 @@ def _found(localization: Localization) -> list[str]:
     alone = ", ".join(str(verdict.role) for verdict in localization.verdicts if verdict.role and verdict.holds)
     need = f"is shown to need the heads of {alone}" if alone else "is not shown to need the heads of any"
     single = f" Role by role, the model {need}." if len(roles) > 1 else ""
+    apart = ""
+    if {*localization.elsewhere} & {*roles.get("previous", ())}:
+        apart = ", and as many of the previous-token heads that are scored where their output matters"
     return [
         f"{len(needed.heads)} of {needed.total} heads are named: {named}. Each passed its tests on prompts that had no "
-        f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names should be false.",
+        f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names should be false{apart}.",
         f"{localization.accuracy} Without the named heads accuracy is {_number(needed)}"
         f"{_because(needed, 'the model needs them')}.{single}",
         f"With all other heads ablated accuracy is {_number(enough)}{_because(enough, 'the named ones suffice')}.",

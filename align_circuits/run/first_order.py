@@ -59,7 +59,7 @@ def first_order_effects(
         edits: Each edits all heads of a layer at a site of heads, each of them as if it were alone; by site, layer and
             any name.
         source: Other prompts, token by token alike in shape, whose activations a `Patch` without values puts in.
-        by_position: Whether the terms of the sum over positions are returned, of edits at `"z"` in all of the prompt.
+        by_position: Whether the terms of the sum over positions are returned, in single precision.
         options: Engine and batch size.
 
     Returns:
@@ -67,8 +67,11 @@ def first_order_effects(
         numbers at `"k"` and `"v"`.
 
     Raises:
-        ValueError: Prompts that do not fit the model, or a metric of the user's own that has no gradient.
+        ValueError: Prompts that do not fit the model, a metric of the user's own that has no gradient, or
+            `by_position` with patches or with edits at `"q"` and `"k"`, whose terms are not of single positions.
     """
+    if by_position and (source is not None or any(site in THROUGH_ATTENTION for site, _, _ in edits)):
+        raise ValueError("by_position: patches, and edits at 'q' or 'k', have no terms of single positions")
     check_fits(model, targets.prompts)
     cfg, device, (count, length) = model.cfg, device_of(model), targets.prompts.mask.shape
     edited = [*dict.fromkeys(name_of(site, layer) for site, layer, _ in edits)]
@@ -76,9 +79,11 @@ def first_order_effects(
     engine = choose_engine(model, options, [*edited, *read], by_hooks=True)
     alike, reference = (replace(options, engine=name) for name in (engine, "reference"))
     queries = targets.query.unique()
-    # Kinds overlap: gradients are taken once for each label of targets, and added up.
-    labels, label_of = np.unique(targets.targets["kind"].to_numpy(dtype=str), return_inverse=True)
-    sums = np.zeros((len(edits), cfg.n_heads, len(targets.metrics), len(labels), count, *[length] * by_position))
+    # Kinds overlap: gradients are taken once for all targets that are of the same kinds, and added up.
+    of_kind, label_of = np.unique(np.stack([*kinds.values()]), axis=1, return_inverse=True)
+    label_of, labels = label_of.reshape(-1), range(of_kind.shape[1])
+    shape = (len(edits), cfg.n_heads, len(targets.metrics), len(labels), count)
+    sums = np.zeros((*shape, length), np.float32) if by_position else np.zeros(shape)
 
     def run(batch: Int[Tensor, " batch"], _tokens: int) -> None:
         rows = slice(int(batch[0]), int(batch[-1]) + 1)
@@ -125,9 +130,8 @@ def first_order_effects(
     if edits:
         tokens = options.prompts_at_once(max(1, CPU_TOKENS // length)) * length
         in_batches(run, torch.arange(count), length, tokens, halve_to=options.halve_to(length))
-    of_kind = np.stack([np.isin(range(len(labels)), label_of[kind]) for kind in kinds.values()]).astype(float)
     by_prompt = np.stack([np.bincount(targets.prompt, kind, count) for kind in kinds.values()])
-    totals = np.einsum("ehmlp...,kl->ehmkp...", sums, of_kind)
+    totals = np.einsum("ehmlp...,kl->ehmkp...", sums, of_kind.astype(sums.dtype))
     by_prompt = by_prompt[..., None] if by_position else by_prompt
     return np.divide(totals, by_prompt, out=np.full_like(totals, np.nan), where=by_prompt > 0)
 

@@ -47,7 +47,8 @@ def test_candidates_attend_as_their_role_requires():
 @pytest.mark.parametrize(("of_effects", "first"), [((0.5, 0.001, 0.0), 0.02), ((0.0, 0.03, 0.0), 0.04)])
 def test_p_values_are_corrected_in_each_family(of_effects, first):
     """A candidate's is the larger one of its attention and its effects."""
-    p, matters = {"lookup": np.array([[0.5, 0.01, 0.04]])}, {(0, head): value for head, value in enumerate(of_effects)}
+    p = {"lookup": np.array([[0.5, 0.01, 0.04]])}
+    matters = {((0, head), "lookup"): value for head, value in enumerate(of_effects)}
     families = [[((0, 1), "lookup"), ((0, 2), "lookup")], [((0, 0), "lookup")]]
     assert corrected(p, families, matters) == {
         ((0, 1), "lookup"): pytest.approx(first),

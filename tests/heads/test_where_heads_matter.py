@@ -1,15 +1,32 @@
 """Previous-token heads that attend so where their output matters, and not where the model predicts."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.heads import where_heads_matter
+from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.permutation_tests import Distances
-from align_circuits.heads.where_heads_matter import previous_where_heads_matter, sizes_of_effects
+from align_circuits.heads.role_tests import RoleTests
+from align_circuits.heads.thresholds import Thresholds
+from align_circuits.heads.where_heads_matter import (
+    Elsewhere,
+    is_previous,
+    previous_where_heads_matter,
+    sizes_of_effects,
+    spread,
+)
+from align_circuits.hooks.edits import Ablate
 from align_circuits.prompts.relations import Relation, previous_token
+from align_circuits.run.first_order import first_order_effects
+from align_circuits.run.target_metrics import TargetMetrics
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tasks.task import exchanged
 
 TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=3)
 
@@ -48,14 +65,22 @@ def test_sizes_are_those_of_a_slow_twin(circuit):
     model, prompts = circuit
     expected = slow_sizes(model, prompts)
     assert float(expected.max()) > 1e-3
-    torch.testing.assert_close(
-        torch.from_numpy(sizes_of_effects(model, prompts)).float(), expected, rtol=1e-3, atol=1e-5
-    )
+    means = ablation_baseline(model, prompts, "mean", by="position")
+    found = torch.from_numpy(sizes_of_effects(model, prompts, means)).float()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    targets, edit = TargetMetrics.of(prompts, ("log_prob",)), Ablate([(0, 0)], how="zero")
+    of_z: Any = {("z", 0, ""): edit}
+    of_queries: Any = {("q", 0, ""): edit}
+    for edits, source in ((of_z, prompts), (of_queries, None)):
+        with pytest.raises(ValueError, match="by_position"):
+            first_order_effects(model, targets, {}, edits, source=source, by_position=True)
 
 
-def test_the_score_is_the_weighted_attention_to_the_token_before(circuit):
+@pytest.mark.parametrize("at_once", [64, 3])
+def test_the_score_is_the_weighted_attention_to_the_token_before(circuit, at_once, monkeypatch):
+    monkeypatch.setattr(where_heads_matter, "AT_ONCE", at_once)
     model, prompts = circuit
-    table, _ = previous_where_heads_matter(model, prompts)
+    table = previous_where_heads_matter(model, prompts, by="position").table
     sizes, (_, cache) = slow_sizes(model, prompts), model.run_with_cache(prompts.tokens)
     compared = 0
     for layer in range(model.cfg.n_layers):
@@ -88,26 +113,56 @@ def test_rows_of_weight_0_do_not_count(circuit):
             test.add(torch.arange(len(relation)), layer, pattern)
         return test.p_values(np.random.default_rng())
 
-    kept = relation.prompt % 2 == 0
     ones = torch.ones(layers, len(relation), heads)
-    some, fewer = p_of(relation, 0.3 * ones * kept[:, None]), p_of(relation.select(kept), ones[:, kept])
-    np.testing.assert_array_equal(some, fewer)
-    assert (some != p_of(relation, ones)).any(), "the rows make no difference"
+    for kept in (relation.prompt % 2 == 0, relation.query <= 20):
+        some, fewer = p_of(relation, 0.3 * ones * kept[:, None]), p_of(relation.select(kept), ones[:, kept])
+        np.testing.assert_allclose(some, fewer, rtol=1e-6)
+        assert (some != p_of(relation, ones)).any(), "the rows make no difference"
 
 
-def elsewhere_alone(prompts):
-    """The prompts with keys of `previous` two tokens back, to which a previous-token head does not attend."""
-    old = prompts.relations["previous"]
-    rows = [(int(p), int(q), [int(q) - 2]) for p, q in zip(old.prompt, old.query, strict=True)]
-    return prompts.with_relations(previous=Relation.from_pairs(rows, prompts=prompts, name="previous"))
+def test_distances_that_hardly_any_weight_reaches_do_not_make_p_small(circuit):
+    """Attention at random, all weight at the first positions: p is among few distances, and no smaller than that."""
+    _, prompts = circuit
+    prompt, query = prompts.mask[:, 1:].nonzero().T
+    rows = {"target": torch.zeros_like(prompt), "prompt": prompt, "query": query + 1}
+    relation = previous_token(prompts.inputs, prompts.mask, **rows)
+    length, heads = prompts.mask.shape[1], 400
+    generator = torch.Generator().manual_seed(1)
+    pattern = torch.rand(heads, length, length, generator=generator).pow(4).tril()  # the same in all prompts
+    pattern = (pattern / pattern.sum(-1, keepdim=True))[:, relation.query].transpose(0, 1)
+    for last in (3, 6, length):
+        weights = (relation.query <= last).float()[None, :, None].expand(1, -1, heads)
+        test = Distances(relation, prompts, 1, heads, weights)
+        test.add(torch.arange(len(relation)), 0, pattern)
+        p, smallest = test.p_values(np.random.default_rng(0)), test.smallest_of_heads()
+        assert (smallest > 1 / (last + 1)).all() and (p >= smallest - 1e-9).all()
+        assert (p <= 0.05).mean() <= 0.07
 
 
-def test_localize_names_a_head_by_where_its_output_matters(circuit):
-    model, _ = circuit
-    (previous,) = (head for head, role in model.roles.items() if role == "previous")
-    prompts = elsewhere_alone(TASK.sample(40, model.tokenizer, seed=6))
-    found = ac.localize(model, prompts, roles=["previous"], n_controls=0)
+@pytest.fixture(scope="module")
+def elsewhere():
+    """A planted circuit whose previous-token head attends to the first token where the model predicts."""
+    model = ac.planted_circuit(TASK, seed=3, n_heads=4)
+    ((layer, head),) = (head for head, role in model.roles.items() if role == "previous")
+    prompts = TASK.sample(40, model.tokenizer, seed=6)
+    first = int(prompts.column("query_pos").min())
+
+    def away(tensor, *, hook):  # noqa: ARG001 - called by name
+        there = torch.zeros_like(tensor[:, head, first:])
+        there[..., 0] = 1
+        changed = tensor.clone()
+        changed[:, head, first:] = there
+        return changed
+
+    model.add_perma_hook(f"blocks.{layer}.attn.hook_pattern", away)
+    return model, prompts, (layer, head)
+
+
+def test_localize_names_a_head_by_where_its_output_matters(elsewhere):
+    model, prompts, previous = elsewhere
+    found = ac.localize(model, prompts, roles=["previous"], n_controls=0, redundant=True)
     assert found.heads("previous") == [previous] and found.elsewhere == (previous,)
+    assert found.redundant_heads("previous") == [previous]
     layer, head = previous
     frame: Any = found.table.where(layer=layer, head=head, role="previous").frame
     row = frame.set_index("metric")["value"]
@@ -128,16 +183,58 @@ def test_a_head_that_attends_so_where_the_model_predicts_is_scored_there(circuit
     assert "not by where the model predicts" not in found.summary
 
 
-def test_candidates_elsewhere_do_not_weigh_on_the_others(circuit):
+def test_candidates_elsewhere_do_not_weigh_on_the_others(elsewhere):
     """Which else would lose their names where p-values cannot be small: four symbols allow 1/24."""
-    model, _ = circuit
-    prompts = TASK.sample(40, model.tokenizer, seed=6)
+    model, prompts, previous = elsewhere
     roles = ["align_query", "align_key", "lookup"]
     alone = ac.localize(model, prompts, roles=roles, n_controls=0)
-    found = ac.localize(model, elsewhere_alone(prompts), roles=[*roles, "previous"], n_controls=0)
-    assert found.elsewhere and alone.named_heads
+    found = ac.localize(model, prompts, roles=[*roles, "previous"], n_controls=0)
+    assert found.elsewhere == (previous,) and alone.named_heads
     for role in roles:
         assert found.heads(role) == alone.heads(role)
-        for metric in ("causal_p", "q"):
-            together, apart = (of.table.where(role=role, metric=metric).to_array(metric) for of in (found, alone))
-            np.testing.assert_array_equal(together, apart)
+        together, apart = (of.table.where(role=role).frame.reset_index(drop=True) for of in (found, alone))
+        pd.testing.assert_frame_equal(together, apart)
+
+
+def test_a_relation_of_that_name_with_other_keys_stays_the_users(elsewhere):
+    model, prompts, previous = elsewhere
+    old = prompts.relations["previous"]
+    rows = [(int(p), int(q), [int(q) - 2]) for p, q in zip(old.prompt, old.query, strict=True)]
+    own = prompts.with_relations(previous=Relation.from_pairs(rows, prompts=prompts, name="previous"))
+    assert is_previous(old) and not is_previous(own.relations["previous"])
+    found = ac.localize(model, own, roles=["previous"], n_controls=0)
+    assert not found.elsewhere and previous not in found.heads("previous")
+
+
+def test_a_head_elsewhere_keeps_its_other_roles_and_has_limits_of_its_own():
+    values = {"induction": {"score": 0.6, "attention": 0.6}, "previous": {"score": 0.7, "attention": 0.7, "p": 0.06}}
+    rows = [
+        {"layer": 4, "head": 2, "role": role, "metric": metric, "value": value, "low": np.nan}
+        for role, of_role in values.items()
+        for metric, value in (of_role | {"q": 0.06, "causal_p": 0.01}).items()
+    ]
+    table = ac.Table(pd.DataFrame(rows).assign(high=np.nan, n=1), Provenance("test"))
+    roles = ["induction", "previous"]
+    at_floor = {(4, 2): Elsewhere(chance=0.3, smallest_p=0.06, attention=0.05)}
+    tests = RoleTests(table, roles, Thresholds(), smallest_p={"previous": 0.01}, elsewhere=at_floor)
+    assert not any("more attention" in reason for reason in tests.failed((4, 2), "induction"))
+    assert "no p-value on these prompts is smaller" in tests.failed((4, 2), "previous")[0]
+    near_chance = {(4, 2): Elsewhere(chance=0.6, smallest_p=0.06, attention=0.05)}
+    tests = RoleTests(table, roles, Thresholds(), elsewhere=near_chance)
+    assert tests.failed((4, 2), "previous") == ("score 0.70, below 0.75",)
+    assert tests.least_score((4, 2), "induction") == 0.5
+
+
+def test_prompts_that_choose_are_spread_over_groups(circuit):
+    _, prompts = circuit
+    assert spread(prompts, 4).tokens.equal(prompts[[0, 5, 10, 15]].tokens)
+    assert spread(prompts, 99).tokens.equal(prompts.tokens)
+
+
+def test_a_single_prompt_that_chooses_is_enough(circuit):
+    model, _ = circuit
+    clean, corrupted = exchanged(TASK.sample(24, model.tokenizer, seed=6))
+    related = replace(clean, group=torch.tensor([0] + [1] * 23))
+    for roles in (["lookup"], ["previous", "lookup"]):
+        found = ac.localize(model, related, corrupted=corrupted, roles=roles, n_controls=0)
+        assert len(found.prompts) == 23 and set(found.heads_by_role) == set(roles)

@@ -76,8 +76,9 @@ def _end(table: Table) -> Table:
     end = at_the_end(_by_method(table))
     if _END not in levels(table, "part"):
         return end
-    accuracies, frame = _by_method(table, _END), cast(pd.DataFrame, end.frame)
-    return Table(pd.concat([frame[frame["of"] != "model"], accuracies.frame], ignore_index=True), table.provenance)
+    frame: Any = end.frame
+    both = [frame[frame["of"] != "model"], _by_method(table, _END).frame]
+    return Table(cast(pd.DataFrame, pd.concat(both, ignore_index=True)), table.provenance)
 
 
 _RIGHT = rows(metric="accuracy", kind="all", condition="in distribution")
@@ -140,6 +141,12 @@ _SIZES = (20, _FEW, 100, 800)
 _TOY: Mapping[str, Any] = {**TOY, "probe_every": 50, "probe_prompts": 32}
 _PAPER: Mapping[str, Any] = {**PAPER_ICA.config, "steps": 1000}
 
+_TWO_LETTERS: Mapping[str, Any] = {
+    "smollm2-two-letters": Tunings(
+        _methods(SMOLLM2_TASK, {**SMOLLM2, "probe_every": 40}, 16, (10, 11, 12, 13, 14), (50, 800)), every=1
+    )
+}
+
 FIG6 = Experiment(
     "icatune/fig6",
     "ICA-Tune beside standard fine-tuning, from equally many examples",
@@ -151,11 +158,7 @@ FIG6 = Experiment(
         cpu=Tunings(_methods(TASK, _TOY, 16, FRESH_SEEDS, _SIZES), every=1),
         paper=Tunings(_methods(PAPER_ICA.task, _PAPER, 16, (0, 1, 2), _SIZES), every=5),
         smollm2=Tunings(_methods(ONE_LETTER_TASK, {**ONE_LETTER, "probe_every": 40}, 16, (0,), (50, 800)), every=1),
-        **{
-            "smollm2-two-letters": Tunings(
-                _methods(SMOLLM2_TASK, {**SMOLLM2, "probe_every": 40}, 16, (10, 11, 12, 13, 14), (50, 800)), every=1
-            )
-        },
+        **_TWO_LETTERS,
     ),
     _draw_methods,
     _check_methods,
