@@ -337,8 +337,9 @@ def measured(family: str, seed: int) -> dict[str, Any]:
     frame: Any = found.table.where(metric="p").frame
     p = {role: [float(p) for p in part["value"]] for role, part in frame.groupby("role")}
     if FAMILIES[family].uniform and ROLE in found.heads_by_role:
-        _, weighted = previous_where_heads_matter(case.model, found.prompts, heads_of(case.model.cfg))
-        p[WEIGHTED] = [*weighted.values()]
+        by = "position" if found.prompts.mask.all() else None
+        where = previous_where_heads_matter(case.model, found.prompts, heads_of(case.model.cfg), by=by)
+        p[WEIGHTED] = [*where.p.values()]
     return {
         "seed": seed,
         "true": len(true),
