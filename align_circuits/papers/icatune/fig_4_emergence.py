@@ -29,7 +29,7 @@ from align_circuits.papers.icatune.tuning_courses import (
     summarize_courses,
 )
 from align_circuits.papers.lab import Experiment, grids, seed_dots
-from align_circuits.papers.statistics import exact, over_seeds, per_seed
+from align_circuits.papers.statistics import Measured, exact, over_seeds, per_seed
 from align_circuits.tables.tables import Table
 
 
@@ -104,6 +104,13 @@ def _check_emergence(table: Table) -> list[Check]:
             arm,
         )
     ]
+
+
+def lag(table: Table, arm: str, first: str, second: str) -> Measured:
+    """Returns how many steps `second` emerged after `first`, the mean over the seeds of an arm in which both did."""
+    steps: Any = table.where(part="emergence", arm=arm).frame
+    wide = steps.pivot(index="seed", columns="metric", values="value")
+    return over_seeds((wide[second] - wide[first]).to_numpy(float))
 
 
 def _draw_emergence(table: Table) -> Mapping[str, go.Figure]:
