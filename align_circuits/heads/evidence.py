@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
@@ -101,7 +101,9 @@ def evidence_table(
         p_of_head = p[role][attention["layer"].to_numpy(int), attention["head"].to_numpy(int)]
         rows = {"score": scores.where(metric=role).heads().frame}
         others = [head for head, of_role in elsewhere if of_role == role]
-        rows |= {} if control is None else {"control": _without(control.where(metric=role).heads().frame, others)}
+        if control is not None:
+            scored = control.where(metric=role).heads().frame
+            rows["control"] = scored[~_are_among(others, scored)]
         rows |= {"attention": attention, "p": attention.assign(value=p_of_head, **no_interval)}
         rows["causal_p"] = tested.assign(value=[matters[head, role] for head in candidates], **no_interval)
         rows["q"] = tested.assign(value=[q[head, role] for head in candidates], **no_interval)
@@ -111,7 +113,7 @@ def evidence_table(
             ("resampling", resampling_effects, -1),
         ):
             effect = effects.where(kind="all", metric="log_prob").frame if len(effects) else effects.frame
-            effect = _of(effect, others if metric == "resampling" else candidates)
+            effect = effect[_are_among(others if metric == "resampling" else candidates, effect)]
             # A loss is minus a change, which swaps the ends of its interval.
             low, high = np.sort(np.stack([sign * effect["low"], sign * effect["high"]]).astype(float), axis=0)
             rows[metric] = effect.assign(value=sign * effect["value"], low=low, high=high)
@@ -120,14 +122,9 @@ def evidence_table(
     return Table(pd.concat([frame.loc[:, columns] for frame in frames], ignore_index=True), provenance)
 
 
-def _of(frame: Any, heads: Collection[Head]) -> Any:
-    """The rows of these heads."""
-    return frame[np.array([head in heads for head in zip(frame["layer"], frame["head"], strict=True)], dtype=bool)]
-
-
-def _without(frame: Any, heads: Collection[Head]) -> Any:
-    """The rows of all other heads."""
-    return frame[np.array([head not in heads for head in zip(frame["layer"], frame["head"], strict=True)], dtype=bool)]
+def _are_among(heads: Collection[Head], frame: Any) -> Bool[ndarray, " row"]:
+    """Which rows are about one of the heads."""
+    return np.array([head in heads for head in zip(frame["layer"], frame["head"], strict=True)], dtype=bool)
 
 
 def judged(prompts: Prompts) -> tuple[Prompts, str]:

@@ -398,7 +398,8 @@ def _difference(one: Any, other: Any) -> Any:
         return difference_of(one, other)
     if not isinstance(one, Measured):
         return one - other
-    if len(one.seeds) == len(other.seeds) > 1:  # of one table, so of the same seeds
+    # Those of one table mostly are of the same seeds; where they are not, any pairs of independent seeds serve.
+    if len(one.seeds) == len(other.seeds) > 1:
         return over_seeds(np.array(one.seeds, float) - np.array(other.seeds, float))
     return _as_if_independent(one, other)
 

@@ -19,7 +19,7 @@ from align_circuits.papers.icatune import figs_1_5_8_11_attention as attention_f
 from align_circuits.papers.icatune import tuned_models as tuned
 from align_circuits.papers.icatune.alignment_oracles import align_by_em
 from align_circuits.papers.icatune.fig_2_data import _accepted
-from align_circuits.papers.icatune.fig_4_emergence import FIG4
+from align_circuits.papers.icatune.fig_4_emergence import FIG4, lag
 from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, STANDARD, _methods, _summarize
 from align_circuits.papers.icatune.figs_7_10_alignments_and_layers import FIG10
 from align_circuits.papers.icatune.tuned_models import SMOKE, SMOKE_TASK, Arm
@@ -194,6 +194,13 @@ def test_arms_of_one_recipe_are_judged_together():
     assert [check.claim for check in checks] == [check.claim for check in alone]
     assert {2 * len(check.measured.seeds) for check in alone} == {len(check.measured.seeds) for check in checks}
     assert [check.measured.value for check in checks] == pytest.approx([check.measured.value for check in alone])
+
+
+def test_lags_are_those_that_the_details_tell():
+    kept = Table.load(Path(__file__).parents[3] / "docs/results/icatune-fig4/smollm2")
+    told = [lag(kept, tuned.SMOLLM2_MORE.name, "align_query", later) for later in ("lookup", "accuracy")]
+    assert [f"{told[0]:.1f}", f"{told[1]:.0f}"] == ["32.5 [9.8, 55.2]", "31 [-7, 69]"]
+    assert f"{lag(kept, 'larger steps', 'align_query', 'accuracy'):.0f}".startswith("-20 ")
 
 
 def test_fig_6_is_judged_by_seeds_where_its_table_has_them():
