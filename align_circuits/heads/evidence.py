@@ -102,7 +102,7 @@ def evidence_table(
         rows = {"score": scores.where(metric=role).heads().frame}
         others = [head for head, of_role in elsewhere if of_role == role]
         if control is not None:
-            scored = control.where(metric=role).heads().frame
+            scored: Any = control.where(metric=role).heads().frame
             rows["control"] = scored[~_are_among(others, scored)]
         rows |= {"attention": attention, "p": attention.assign(value=p_of_head, **no_interval)}
         rows["causal_p"] = tested.assign(value=[matters[head, role] for head in candidates], **no_interval)
