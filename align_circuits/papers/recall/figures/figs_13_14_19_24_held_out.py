@@ -13,6 +13,7 @@ from align_circuits.papers.lab import Experiment, Rows, Study, courses, drawn_by
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
+    PAPER_LONG,
     SMALLEST,
     AttentionOnlyModels,
     AttentionOnlySetup,
@@ -65,10 +66,11 @@ def _summarize(config: AttentionOnlyModels, rows: Rows) -> pd.DataFrame:
     return pd.concat(rows.values(), ignore_index=True).assign(low=np.nan, high=np.nan, n=config.setup.n)
 
 
-def _study(name: str, smoke: AttentionOnlyModels, cpu: AttentionOnlyModels, paper: AttentionOnlyModels) -> Study:
+def _study(name: str, *scales: AttentionOnlyModels, paper_long: AttentionOnlyModels | None = None) -> Study:
     return study(
         name,
-        *(smoke, cpu, paper),
+        *scales,
+        paper_long=paper_long,
         train=lambda config, inputs: config.jobs(pretrain_attention_only, pretraining=True, trained=inputs.trained),
         jobs=lambda config, inputs: config.jobs(finetune_attention_only, trained=inputs.trained),
         summarize=_summarize,
@@ -77,6 +79,16 @@ def _study(name: str, smoke: AttentionOnlyModels, cpu: AttentionOnlyModels, pape
 
 _PT = {"probe": "pt", "match": "exact"}
 _SEEN, _HELD_OUT = ({"probe": probe, "match": "exact"} for probe in ("seen", "held_out"))
+
+
+def _facts_claim(table: Table, of: str = "", **cell: Any) -> Claim:
+    known, new = (share_of(end(**cell, **_PT)(table) >= FACTS_LEARNED) for end in (at_end, at_start))
+    return Claim(f"{FACTS_ARE_LEARNED}{of}").at_least(0.5, known, new, "before training")
+
+
+def _that_know(table: Table, **cell: Any) -> Table:
+    """The rows of a cell's seeds that know their facts when pretraining ends."""
+    return know_their_facts(table.where(**cell), **_PT, step=max(levels(table, "step", probe="pt")))
 
 
 # Figure 13
@@ -132,12 +144,8 @@ def _of_another(what: str) -> str:
 
 def _subjects_checks(table: Table) -> list[Check]:
     few, many = levels(table, "n_subjects")
-    facts = []
-    for m in (few, many):
-        known, new = (share_of(end(n_subjects=m, **_PT)(table) >= FACTS_LEARNED) for end in (at_end, at_start))
-        facts.append(Claim(f"{FACTS_ARE_LEARNED}, M = {m}").at_least(0.5, known, new, "before training"))
-    trained = _PT | {"step": max(levels(table, "step", probe="pt"))}
-    small, _ = of_common_seeds(*(know_their_facts(table.where(n_subjects=m), **trained) for m in (few, many)))
+    facts = [_facts_claim(table, f", M = {m}", n_subjects=m) for m in (few, many)]
+    small, _ = of_common_seeds(*(_that_know(table, n_subjects=m) for m in (few, many)))
     known: Any = table.frame[table.frame["seed"].isin(small.frame["seed"])]
     claims = of_those_that_know(_subjects_claims(few, many), Table(known, table.provenance), table)
     return [*checks_of(facts, table), *claims]
@@ -187,6 +195,9 @@ def _subjects(d_heads: Mapping[int, int]) -> tuple[dict[str, Any], ...]:
     return tuple({"n_subjects": m, "d_head": d_head} for m, d_head in d_heads.items())
 
 
+_SEEN_AT_PAPER = (32, 64), (160, 180, 200, 220)
+"""Of Fig. 13: the numbers of seen subjects and of their values."""
+
 FIG13 = figure(
     13,
     "Unique values seen in finetuning",
@@ -194,7 +205,8 @@ FIG13 = figure(
         "recall/fig13",
         AttentionOnlyModels(SMALLEST, 2, _values({8: 8}, (4,), (3, 4))),
         AttentionOnlyModels(CPU, 6, _values({64: 64}, (8,), (18, 22, 26)), FIRST_SEED),
-        AttentionOnlyModels(_LONGER, 2, _values({256: 256, 2048: 2048}, (32, 64), (160, 180, 200, 220))),
+        AttentionOnlyModels(_LONGER, 2, _values({256: 256, 2048: 2048}, *_SEEN_AT_PAPER)),
+        paper_long=AttentionOnlyModels(_LONGER, 6, _values({256: 256}, *_SEEN_AT_PAPER)),
     ),
     _draw_values,
     _values_claims,
@@ -224,6 +236,7 @@ _POSITIONS_STUDY = _study(
     AttentionOnlyModels(SMALLEST, 2, BOTH_POSITIONS),
     AttentionOnlyModels(CPU, 6, BOTH_POSITIONS, FIRST_SEED),
     AttentionOnlyModels(PAPER, 6, BOTH_POSITIONS),
+    paper_long=AttentionOnlyModels(PAPER_LONG, 6, BOTH_POSITIONS),
 )
 
 
@@ -234,15 +247,21 @@ def _of_positions(number: int, positions: Positions) -> Experiment:
         for probe, who in (("seen", "seen"), ("held_out", "held-out"))
     }
     seen, before = "Finetuning brings ICL about seen subjects (exact match)", "before finetuning"
+    claims = [
+        learned(seen, 0.8, before, **_SEEN, **keys),
+        learned("And about held-out subjects (exact match)", 0.5, before, "about 1", **_HELD_OUT, **keys),
+    ]
+
+    def checks(table: Table) -> list[Check]:
+        facts = checks_of([_facts_claim(table, **keys)], table)
+        return [*facts, *of_those_that_know(claims, _that_know(table, **keys), table)]
+
     return figure(
         number,
         f"Finetuning an attention-only model, {positions} positions",
         _POSITIONS_STUDY,
         {"": courses(panels, label="steps of finetuning", value="share of prompts")},
-        [
-            learned(seen, 0.8, before, **_SEEN, **keys),
-            learned("And about held-out subjects (exact match)", 0.5, before, "about 1", **_HELD_OUT, **keys),
-        ],
+        checks,
         "ICL comes to about 1 about seen and held-out subjects.",
     )
 
