@@ -115,17 +115,29 @@ SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2, (1, 2, 3))
 
 SMOLLM2_ONE_LETTER = Arm("phrases of one letter", ONE_LETTER_TASK, ONE_LETTER, (0, 1, 2))
 
+SMOLLM2_BY_PAPER = Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (1, 2, 3))
+
 SMOLLM2_MORE = Arm("six more seeds", SMOLLM2_TASK, {**SMOLLM2, "probe_every": 5}, (4, 5, 6, 7, 8, 9))
 """As `SMOLLM2_ICA`, probed every five steps; registered after the three arms before it were seen."""
 
-SAME_RECIPE = {SMOLLM2_MORE.name: SMOLLM2_ICA.name}
-"""Arms whose seeds are judged together with those of another, from which they differ in probes alone."""
+SMOLLM2_ONE_LETTER_MORE = replace(SMOLLM2_ONE_LETTER, name="phrases of one letter, three more seeds", seeds=(3, 4, 5))
+SMOLLM2_BY_PAPER_MORE = replace(SMOLLM2_BY_PAPER, name="paper's recipe, three more seeds", seeds=(4, 5, 6))
+"""Both registered after all arms above were seen, since a verdict takes more than three seeds."""
+
+SAME_RECIPE = {
+    SMOLLM2_MORE.name: SMOLLM2_ICA.name,
+    SMOLLM2_ONE_LETTER_MORE.name: SMOLLM2_ONE_LETTER.name,
+    SMOLLM2_BY_PAPER_MORE.name: SMOLLM2_BY_PAPER.name,
+}
+"""Arms whose seeds are judged together with those of another, from which they differ in probes alone, if at all."""
 
 SMOLLM2_ARMS = (
     SMOLLM2_ICA,
     SMOLLM2_ONE_LETTER,
-    Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (1, 2, 3)),
+    SMOLLM2_BY_PAPER,
     SMOLLM2_MORE,
+    SMOLLM2_ONE_LETTER_MORE,
+    SMOLLM2_BY_PAPER_MORE,
 )
 
 
