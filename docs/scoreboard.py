@@ -174,6 +174,7 @@ class Row:
     claims: Sequence[str] = ()
     number: str = ""
     panel: str = ""
+    untested: str = ""
     wrong: dict[str, str] = field(default_factory=dict)
     size: dict[str, Any] = field(default_factory=dict)
     unit: str = ""
@@ -199,6 +200,8 @@ class Kept:
     @property
     def outcome(self) -> Outcome:
         """The verdict."""
+        if self.row.untested:
+            return "not testable here"
         wrong = self.row.wrong
         refuted = any(
             wrong["claim"] in each.claim and each.verdict == wrong["verdict"] for each in self.checks if wrong
@@ -309,14 +312,15 @@ def _row(row: Row) -> str:
     shown = largest.shown
     known = published_of(row.experiment, shown.claim)
     verdicts = [check.verdict for check in largest.checks]
-    claims = told({each: verdicts.count(each) for each in get_args(Verdict)})
+    claims = f"<br><small>claims: {told({each: verdicts.count(each) for each in get_args(Verdict)})}</small>"
     page = row.wrong.get("page") if largest.outcome == "the paper is wrong" else None
     verdict = f'<a href="{page}.html">{largest.outcome}</a>' if page else largest.outcome
+    why = f"<br><small>{html.escape(row.untested)}</small>" if row.untested else ""
     smaller = "".join(f"<br><small>{each.folder.name}, {_percent(each)}: {each.outcome}</small>" for each in others)
     anchor = f"results-{row.paper}.html#{row.experiment.replace('/', '-')}"
     cells = {
         "": f'<a href="{anchor}">{_thumbnail(row, largest)}{html.escape(row.of)}</a>',
-        "verdict": f'<b class="{largest.outcome.split()[0]}">{verdict}</b><br><small>claims: {claims}</small>{smaller}',
+        "verdict": f'<b class="{largest.outcome.split()[0]}">{verdict}</b>{why}{claims}{smaller}',
         "the paper says": html.escape(row.says),
         "its number": "–" if known is None else html.escape(_printed(known)),
         "ours": f"{html.escape(_number(shown.measured))}<br><small>{html.escape(shown.claim)}</small>",

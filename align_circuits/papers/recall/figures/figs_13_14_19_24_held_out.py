@@ -123,10 +123,12 @@ def _values_claims(table: Table) -> list[Claim]:
 # Figure 14
 
 
+_CONSTRUCTED = ("f_subj, centred", "f_rel")
+"""What outputs of heads are compared with, by the measure of Figs. 10 and 12 (`measure`)."""
+
+
 def _draw_subjects(table: Table) -> Mapping[str, go.Figure]:
-    cosines = {
-        what: {"probe": "cosine", "match": what} for what in ("f_subj", "f_rel", *map(_of_another, ("f_subj", "f_rel")))
-    }
+    cosines = {what: {"probe": "cosine", "match": what} for what in (*_CONSTRUCTED, *map(_of_another, _CONSTRUCTED))}
     matches = {
         f"M = {m}": {match: {"probe": "held_out", "match": match, "n_subjects": m} for match in MATCHES}
         for m in levels(table, "n_subjects")
@@ -139,7 +141,7 @@ def _draw_subjects(table: Table) -> Mapping[str, go.Figure]:
 
 
 def _of_another(what: str) -> str:
-    return f"{what} of another"
+    return f"{what}, of another" if "centred" in what else f"{what} of another"
 
 
 def _subjects_checks(table: Table) -> list[Check]:
@@ -153,7 +155,7 @@ def _subjects_checks(table: Table) -> list[Check]:
 
 def _subjects_claims(few: int, many: int) -> list[Claim]:
     claims = []
-    for what in ("f_subj", "f_rel"):
+    for what in _CONSTRUCTED:
         own, of_another = (
             at_end(probe="cosine", match=match).rise("n_subjects", many, few) for match in (what, _of_another(what))
         )
@@ -247,24 +249,20 @@ def _of_positions(number: int, positions: Positions) -> Experiment:
         for probe, who in (("seen", "seen"), ("held_out", "held-out"))
     }
     seen, before = "Finetuning brings ICL about seen subjects (exact match)", "before finetuning"
-    claims = [
-        learned(seen, 0.8, before, **_SEEN, **keys),
-        learned("And about held-out subjects (exact match)", 0.5, before, "about 1", **_HELD_OUT, **keys),
-    ]
-
-    def checks(table: Table) -> list[Check]:
-        facts = checks_of([_facts_claim(table, **keys)], table)
-        return [*facts, *of_those_that_know(claims, _that_know(table, **keys), table)]
-
     return figure(
         number,
         f"Finetuning an attention-only model, {positions} positions",
         _POSITIONS_STUDY,
         {"": courses(panels, label="steps of finetuning", value="share of prompts")},
-        checks,
+        [
+            learned(seen, 0.8, before, **_SEEN, **keys),
+            learned("And about held-out subjects (exact match)", 0.5, before, "about 1", **_HELD_OUT, **keys),
+        ],
         "ICL comes to about 1 about seen and held-out subjects.",
     )
 
 
+# These do not presuppose an exact match on PT: at the cpu scale three of six models with relative positions, and all
+# with absolute ones, know a subject's values but not which one the relation asks for (.21 to .76), and recall in context.
 FIG19 = _of_positions(19, "relative")
 FIG24 = _of_positions(24, "absolute")
