@@ -16,7 +16,7 @@ import lzma
 import re
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import get_args
@@ -84,21 +84,29 @@ def claims_in(commit: str) -> list[Written]:
     with tarfile.open(fileobj=io.BytesIO(git("archive", commit, *folders))) as archive:
         files = [archive.extractfile(member) for member in archive if member.name.endswith(".py")]
         trees = [ast.parse(file.read()) for file in files if file is not None]
-    return [claim for tree in trees for claim in _claims_of(tree)]
+    imported = {name: value for tree in trees for name, value in _assigned(tree.body)}
+    return [claim for tree in trees for claim in _claims_of(tree, imported)]
 
 
-def _claims_of(tree: ast.Module) -> Iterator[Written]:
-    """Yields the claims of a file. Words that stand apart from a threshold, as in a list, have each such threshold."""
-    constants = {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+def _assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    """Yields the names that nodes assign to, with what they assign."""
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
+
+
+def _claims_of(tree: ast.Module, imported: Mapping[str, ast.expr]) -> Iterator[Written]:
+    """Yields the claims of a file. Words that stand apart from a threshold, as in a list, have each such threshold.
+
+    Args:
+        tree: The file.
+        imported: What names of other files stand for, where they are not assigned here.
+    """
+    constants = {**imported, **dict(_assigned(tree.body))}
+    named = [(name, value) for name, value in _assigned(ast.walk(tree)) if isinstance(value, ast.Call)]
     apart: set[float] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (claim := _claim_of(node, constants)) is not None:
+        if isinstance(node, ast.Call) and (claim := _claim_of(node, constants, named)) is not None:
             words, threshold = claim
             if len(words.replace(SLOT, "")) >= FEWEST:
                 yield words, threshold, True
@@ -109,25 +117,41 @@ def _claims_of(tree: ast.Module) -> Iterator[Written]:
             yield from ((words, threshold, False) for threshold in apart)
 
 
-def _claim_of(call: ast.Call, constants: dict[str, ast.expr]) -> tuple[str, float] | None:
-    named = {keyword.arg: keyword.value for keyword in call.keywords}
+def _claim_of(
+    call: ast.Call, constants: Mapping[str, ast.expr], named: Sequence[tuple[str, ast.Call]]
+) -> tuple[str, float] | None:
+    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
     if isinstance(call.func, ast.Attribute) and call.func.attr in ("at_least", "at_most"):
         claim, threshold = call.func.value, call.args[0] if call.args else None
+        if isinstance(claim, ast.Name):  # the last that was given this name above
+            above = [made for name, made in named if name == claim.id and made.lineno <= call.lineno]
+            claim = max(above, key=lambda made: made.lineno, default=None)
         text = claim.args[0] if isinstance(claim, ast.Call) and claim.args else None
     elif isinstance(call.func, ast.Name) and call.func.id == "learned" and len(call.args) > 2:  # recall's short form
         text, threshold = call.args[1:3] if isinstance(call.args[0], ast.Name) else call.args[:2]
     elif isinstance(call.func, ast.Name) and call.func.id == "Check":  # before `Claim` was there
-        text, threshold = named.get("claim", call.args[0] if call.args else None), named.get("threshold")
+        text, threshold = arguments.get("claim", call.args[0] if call.args else None), arguments.get("threshold")
     else:
         return None
     words = SLOT if isinstance(text, ast.Name) else _text(text)
-    if isinstance(threshold, ast.UnaryOp) and isinstance(threshold.operand, ast.Name):  # such as `-EARLIER`
-        threshold = ast.UnaryOp(threshold.op, constants.get(threshold.operand.id, threshold.operand))
-    threshold = constants.get(threshold.id, threshold) if isinstance(threshold, ast.Name) else threshold
-    try:
-        return None if words is None or threshold is None else (words, float(ast.literal_eval(threshold)))
-    except (ValueError, TypeError):  # no number in the code, such as a parameter
-        return None
+    number = _number(threshold, constants)
+    return None if words is None or number is None else (words, number)
+
+
+def _number(node: ast.expr | None, constants: Mapping[str, ast.expr]) -> float | None:
+    """Returns the number that code stands for, such as `1 / 6` or `-EARLIER`; None where it is a parameter."""
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return float(value)
+        case ast.Name(id=name) if name in constants:
+            return _number(constants[name], {other: of for other, of in constants.items() if other != name})
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = _number(operand, constants)
+            return None if value is None else -value
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            over, under = _number(left, constants), _number(right, constants)
+            return None if over is None or not under else over / under
+    return None
 
 
 def _text(node: ast.expr | None) -> str | None:

@@ -263,6 +263,6 @@ def _of_positions(number: int, positions: Positions) -> Experiment:
 
 
 # These do not presuppose an exact match on PT: at the cpu scale three of six models with relative positions, and all
-# with absolute ones, know a subject's values but not which one the relation asks for (.21 to .76), and recall in context.
+# with absolute ones, know a subject's values, not which one the relation asks for (.21 to .76), and recall in context.
 FIG19 = _of_positions(19, "relative")
 FIG24 = _of_positions(24, "absolute")
