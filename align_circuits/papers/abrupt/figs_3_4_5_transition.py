@@ -1,6 +1,6 @@
 """Abrupt learning (Reddy, 2024): the plateau, the transition and the head's operations, Figs. 3, 4 and 5."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -201,10 +201,16 @@ FIG3 = Experiment(
 # Figure 4
 
 
-def alignment_claims(prefix: str = "", **where: Any) -> list[Claim]:
-    """Returns the claims about the order of the progress measures."""
+def alignment_claims(prefix: str = "", early: Sequence[str] = ("cla", "tla2"), **where: Any) -> list[Claim]:
+    """Returns the claims about the order of the progress measures: which rise before the transition, the others at it.
+
+    Args:
+        prefix: The beginning of each claim.
+        early: The measures of which it is claimed that they rise before it.
+        **where: The keys of the rows.
+    """
     lead = {measure: ((TRANSITION - half_rise(measure)) / TRANSITION).at(**where) for measure in PROGRESS}
-    early = {measure: steps.map(np.nan_to_num) for measure, steps in lead.items()}
+    before = {measure: steps.map(np.nan_to_num) for measure, steps in lead.items()}
     distance = {  # 1 if either lacks
         measure: steps.map(lambda share: np.nan_to_num(np.abs(share), nan=1.0)) for measure, steps in lead.items()
     }
@@ -215,9 +221,9 @@ def alignment_claims(prefix: str = "", **where: Any) -> list[Claim]:
 
     def before_it(measure: str) -> Claim:
         claim = Claim(f"{prefix}{NAMES[measure]} rises before it (lead, over its step)")
-        return claim.at_least(0.1, early[measure], early["tila2"], NAMES["tila2"])
+        return claim.at_least(0.1, before[measure], before["tila2"], NAMES["tila2"])
 
-    return [at_transition("ila1", "tla2"), at_transition("tila2", "cla"), before_it("cla"), before_it("tla2")]
+    return [at_transition("ila1", "tla2"), at_transition("tila2", "cla"), *map(before_it, early)]
 
 
 def from_transition(table: Table) -> Table:
