@@ -134,6 +134,11 @@ class HasDecoder(Protocol):
         ...
 
 
+def rotates_by_length(model: HookedModel) -> bool:
+    """Returns whether angles depend on the length of a prompt, so that neither its end nor its beginning runs alone."""
+    return bool(rotary_embeddings.rotating_by_length(modules_in(model)))
+
+
 def why_no_decoder(model: HookedModel) -> str | None:
     """Returns why a model's parts cannot be run without its hooks, or None where they can."""
     if isinstance(model, HasDecoder):
@@ -141,7 +146,7 @@ def why_no_decoder(model: HookedModel) -> str | None:
         return model.why_no_decoder()
     if reason := why_not_fast(model):
         return reason
-    if rotary_embeddings.rotating_by_length(modules_in(model)):
+    if rotates_by_length(model):
         return "its rotary embeddings depend on the length of the prompt, of which replay drops the end"
     if changed_module := user_code.type_with_own_forward(model):
         return f"the forward pass of a {changed_module} is not that of transformers, which replay would pass by"

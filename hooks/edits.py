@@ -474,7 +474,7 @@ class AblationBaseline:
     """By hook point, the mean over the reference prompts of each group of tokens (`groups_of`); NaN for groups without
     tokens."""
     values: Mapping[str, Float[Tensor, "prompt ..."]] = field(default_factory=dict)
-    """By hook point, the activations of the reference prompts, for resampling."""
+    """By hook point, the activations of the reference prompts, for resampling: row i + 1 stands in for prompt i."""
     by: MeansBy = "kind"
     """What the groups of `means` are."""
 
@@ -494,7 +494,7 @@ def default_groups(prompts: Prompts) -> MeansBy:
     same place in all. Of fewer, too much of a mean is the prompt's own activation.
     """
     named = prompts.positions.values()
-    aligned = len(prompts) >= 8 and bool(prompts.mask.all()) and all(len(columns.unique()) == 1 for columns in named)
+    aligned = len(prompts) >= 8 and prompts.of_one_length and all(len(columns.unique()) == 1 for columns in named)
     return "position" if named and aligned else "kind"
 
 

@@ -4,13 +4,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from inspect import signature
 from types import FrameType
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from align_circuits.hooks.compat import bridges, fused_projections, model_state, rotary_embeddings, user_code
@@ -32,6 +33,9 @@ def leaves_as_found(function: Function) -> Function:
     All code that changes them restores them itself; but an interrupt can fall into the middle of that. So they are
     written down here, and while they are restored no handler of a signal runs: it runs right after.
 
+    It runs in the dtype of the model and with gradients where it needs them, also if the caller is in
+    `torch.inference_mode` or `torch.autocast`.
+
     A call waits while another thread runs such a function on the same model, or on one that shares a module with it.
     A table that it returns knows the call (`Table.call`).
     """
@@ -49,6 +53,7 @@ def leaves_as_found(function: Function) -> Function:
                 signals.hold()
             with (
                 nullcontext() if outer else _filters_kept(),
+                nullcontext() if outer else _own_modes(),
                 one_thread_at_a_time(lambda: bridges.parts_of(model), signals),
             ):
                 if (layer := fused_projections.fused_left_behind(model)) is not None:
@@ -88,6 +93,15 @@ def leaves_as_found(function: Function) -> Function:
 
     wrapper.runs_a_model = True  # pyright: ignore[reportAttributeAccessIssue]
     return cast(Function, wrapper)
+
+
+@contextmanager
+def _own_modes() -> Iterator[None]:
+    """Leaves the caller's inference mode, where nothing has a gradient, and autocast, which rounds some products."""
+    with torch.inference_mode(False), ExitStack() as stack:
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def once_a_call(model: Any, key: Hashable, compute: Callable[[], Value]) -> Value:

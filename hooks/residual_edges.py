@@ -39,9 +39,9 @@ class ResidualEdges:
         self.graph = Graph.of(model.cfg)
         self._blocks = model.blocks
         self._scales = [architectures.contribution_scale(block) for block in model.blocks]
-        names = [f"{kind}_{site}" for site in "QKVO" for kind in "Wb"]
+        names, d_head = [f"{kind}_{site}" for site in "QKVO" for kind in "Wb"], int(model.cfg.d_head)
         self._weights: list[dict[str, Any]] = [
-            {name: stored_weights.head_weight(block.attn, name) for name in names} for block in model.blocks
+            {name: stored_weights.head_weight(block.attn, name, d_head) for name in names} for block in model.blocks
         ]
 
     def written(self, layer: int, z: Float[Tensor, "prompt pos head d_head"]) -> Float[Tensor, "prompt pos head d"]:

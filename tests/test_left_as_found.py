@@ -488,3 +488,17 @@ def test_weights_are_read_once_a_call_and_anew_in_the_next(make, pair, monkeypat
     next(bridges.wrapped(model).parameters()).data[0, 0] += 1  # leaves no trace but the number itself
     assert ac.ablate_heads(model, pair.clean).provenance.model["weights"] != first["weights"]
     assert len(read) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+def test_a_callers_modes_change_no_number(char_tokenizer, make, mode, engine):
+    model, _ = make("fast")
+    pair, options = pair_of(char_tokenizer), ac.RunOptions(engine=engine)
+    verbs = {name: VERBS[name] for name in ("patch_heads", "attribute_heads", "score_heads", "evaluate")}
+    expected = {name: verb(model, pair, options).frame for name, verb in verbs.items()}
+    with mode():
+        inside = {name: verb(model, pair, options).frame for name, verb in verbs.items()}
+        assert torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu")
+    for name, frame in expected.items():
+        np.testing.assert_allclose(inside[name]["value"], frame["value"], atol=1e-5, err_msg=name)

@@ -101,7 +101,11 @@ def faithfulness(
     none, all_of = values[0], values[len(counts) - 1]
     if not np.nanmax(np.abs(all_of - none)) > ROUNDING:
         raise ValueError("the corrupted prompts change no prediction of the model: take another corruption")
-    value, low, high = stats.ratio(values - none, all_of - none, runs.weights)
+    changes = np.concatenate([values - none, [all_of - none]])
+    weights = np.broadcast_to(runs.weights, changes.shape)
+    if pair.clean.group is not None:
+        changes, weights = stats.by_group(changes, weights, pair.clean.group.numpy())
+    value, low, high = stats.ratio(changes[:-1], changes[-1], weights[0])
     edges = circuits.sum((1, 2)).numpy()
     keys = {"circuit": ["edges"] * len(counts) + [*sets], "fraction": edges / len(order), "edges": edges}
     provenance = runs.provenance("faithfulness", {"fractions": list(fractions), "by": by})

@@ -15,6 +15,7 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.pairs import Pair
+from align_circuits.tables import intervals as stats
 from align_circuits.tables.tables import Table
 
 _AHEAD = 16
@@ -74,7 +75,7 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
                     circuits[count, receiver, ahead[: count + 1]] = False
                 values = np.concatenate([current[None], runs.measure(circuits)])
                 rise = np.diff(values, axis=0)
-                mean = rise @ runs.weights / runs.weights.sum()
+                mean = stats.weighted_mean(rise, np.broadcast_to(runs.weights, rise.shape))
                 # Those before the first that must stay are removed; what was tried after it, was tried without it.
                 removed = int((mean >= cut).argmax()) if (mean >= cut).any() else len(ahead)
                 kept[receiver, ahead[:removed]] = False

@@ -82,8 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _main(arguments)
         except KeyboardInterrupt:  # also while libraries are imported
-            _refuse("interrupted: no results were written; what the same command goes on from is kept")
-            return 130
+            return _interrupted()
         finally:
             out.flush()  # here, where a closed pipe is no error, and not when the interpreter ends
             err.flush()
@@ -127,9 +126,13 @@ def _main(arguments: Sequence[str]) -> int:
 
     from align_circuits.checks import WrongArgument  # after the verb, since both import torch
 
+    folder = None
     try:
         with results_folder(verb.folder, Path("runs") / name, overwrite=verb.overwrite, renews=verb.renews) as results:
+            folder = results.folder
             complaint = verb(results)
+    except KeyboardInterrupt:
+        return _interrupted(folder if verb.goes_on else None)
     except (ValueError, KeyError, FloatingPointError, ImportError, WrongArgument) as error:
         return _refuse(in_options(str(error.args[0] if error.args else error), type(verb)))
     except (OSError, SafetensorError) as error:  # such as a full disk; both write files
@@ -344,6 +347,13 @@ def _in_a_sentence(verb: type[Any], error: str) -> str:
     usage = _help_of(verb.__name__.lower(), everything=True).partition("\n")[0]
     name, *paths = re.sub(r"\[.*?\]", "", usage).split()[2:]
     return f"{name} takes {' '.join(paths)}; {said}" if len(paths) > 1 else said
+
+
+def _interrupted(folder: Path | None = None) -> int:
+    """Says what an interrupt leaves: `folder` is where the same command goes on, None where it begins anew."""
+    anew = "nothing is kept, and the same command begins anew"
+    _refuse(f"interrupted: no results were written; {anew if folder is None else f'--out {folder} goes on from here'}")
+    return 130
 
 
 def _refuse(message: str) -> int:

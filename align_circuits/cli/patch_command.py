@@ -82,5 +82,5 @@ class Patch(EffectVerb):
             title=f"{'Layers' if chosen == 'each' else 'Heads'} of {self.model} patched",
             what=f"Change of {IN_WORDS[self.metric]} when {description} is patched from {into} prompts",
             but=self.corruption,
-            caveats=[UNALIGNED_COLUMNS] if chosen == "each" and not bool(pair.clean.mask.all()) else [],
+            caveats=[UNALIGNED_COLUMNS] if chosen == "each" and not pair.clean.of_one_length else [],
         )

@@ -18,6 +18,7 @@ from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site, is_pattern, name_of
 from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.parameters import model_identity, provenance_of
+from align_circuits.prompts.partners import next_unrelated
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions
@@ -72,8 +73,8 @@ def ablate_heads(
     check_screen(screen)
     if how == "resample":
         _check_resampling(baseline or prompts)
-        # Each prompt's activations are replaced by the next one's.
-        source, edit = (baseline or prompts)[[*range(1, len(baseline or prompts)), 0]], Patch()
+        # Each prompt's activations are replaced by the next one's that is not related to it.
+        source, edit = (baseline or prompts)[next_unrelated(baseline or prompts)], Patch()
     else:
         edit = Ablate(how=how, baseline=ablation_baseline(model, baseline or prompts, how, by=by, options=options))
     targets = TargetMetrics.of(prompts, listed(metrics)).with_reference(model, prompts, options=options)
@@ -140,7 +141,9 @@ def ablation_baseline(
         return AblationBaseline()
     if how == "resample":
         _check_resampling(prompts)
-        return AblationBaseline(values=capture(model, prompts, names, options=options))
+        others = next_unrelated(prompts).roll(1)  # an edit takes the next row for each prompt
+        values = capture(model, prompts, names, options=options)
+        return AblationBaseline(values={name: of_all[others] for name, of_all in values.items()})
     if not len(prompts):
         raise ValueError("no prompts to average over: give at least one")
     if any(map(is_pattern, names)):
@@ -170,9 +173,10 @@ def ablation_baseline(
 
 
 def _check_resampling(prompts: Prompts) -> None:
-    if len(prompts) < 2 or not bool(prompts.mask.all()):
+    if len(prompts) < 2 or not prompts.of_one_length:
+        lengths = prompts.mask.sum(1)
         raise ValueError(
-            f"{len(prompts)} prompts of {int(prompts.mask.sum(1).min())} to {prompts.mask.shape[1]} tokens: "
+            f"{len(prompts)} prompts of {int(lengths.min())} to {int(lengths.max())} tokens: "
             "resampling takes at least two, of one length"
         )
 

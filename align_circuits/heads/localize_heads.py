@@ -161,7 +161,7 @@ def localize(
         heads = sorted({head for head, _ in [*candidates, *diffuse]})
         # Heads that attend to the token before where their output matters, and not where the model predicts.
         elsewhere: list[Head] = []
-        by = "position" if prompts.mask.all() and half > 1 else None
+        by = "position" if prompts.of_one_length and half > 1 else None
         if ROLE in roles and is_previous(prompts.relations[ROLE]):
             where = previous_where_heads_matter(model, spread(discovery, CHOOSING), by=by, options=options)
             there = np.argwhere(where.attending(discovered, roles, thresholds)).tolist()

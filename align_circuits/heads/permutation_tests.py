@@ -87,6 +87,9 @@ def p_values(
       relation and grammar tokens (`relation`, `grammar`), so does what log attention exceeds a sum of preferences for
       tokens and places by.
 
+    Of related prompts (`Prompts.group`) the first of each group tests, except for alignments, distances and renamed
+    tokens, which are redrawn for all prompts at once.
+
     A permutation test (Fisher, 1935; Phipson and Smyth, 2010, "Permutation P-values Should Never Be Zero": hence the
     true keys count as a redraw). Misleads for the last kind where attention depends on tokens that the keys depend on
     as well: a head that attends to copies of its own token may pass for others (compare with `duplicate`).
@@ -133,18 +136,23 @@ class PermutationTests:
         if len(prompts) < 2:
             raise ValueError(f"{len(prompts)} prompt: a permutation test takes at least two")
         shape = model.cfg.n_layers, model.cfg.n_heads
-        renamed = [name for name in relations if redraws_tokens(prompts, name)]
+        chosen = {name: _independent(name, prompts) for name in relations}
+        tested = [name for name in relations if _can_be_tested(name, prompts[chosen[name]])]
+        self._untested = {name: np.ones(shape) for name in relations if name not in tested}
+        renamed = [name for name in tested if redraws_tokens(prompts, name)]
         if renamed and edits:
             raise ValueError(f"{renamed[0]!r} is tested by renaming tokens, in prompts that edits were not made for")
         self._relations, self._seed = relations, seed
-        self._tests = {name: _test_of(name, prompts, *shape) for name in relations if name not in renamed}
+        self._tests = {name: _test_of(name, prompts[chosen[name]], *shape) for name in tested if name not in renamed}
         self._renamed = renamed_p_values(model, prompts, renamed, seed=seed, options=options) if renamed else {}
-        self.readers = [(test.prompt, test.query, partial(_add, test)) for test in self._tests.values()]
+        self.readers = [
+            (chosen[name][test.prompt], test.query, partial(_add, test)) for name, test in self._tests.items()
+        ]
 
     def p_values(self) -> dict[str, Float[ndarray, "layer head"]]:
         """Returns the p-value of every head for each relation."""
         redrawn = {name: test.p_values(np.random.default_rng(self._seed)) for name, test in self._tests.items()}
-        return {name: (redrawn | self._renamed)[name] for name in self._relations}
+        return {name: (redrawn | self._renamed | self._untested)[name] for name in self._relations}
 
 
 def _add(test: "_Test", rows: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
@@ -161,12 +169,39 @@ def smallest_p_values(prompts: Prompts, relations: Sequence[str]) -> dict[str, f
         KeyError: A relation that the prompts do not have.
         ValueError: As `p_values`.
     """
-    return {
-        name: smallest_by_renaming(prompts)
-        if redraws_tokens(prompts, name)
-        else max(1 / (REDRAWS + 1), _test_of(name, prompts, 0, 0).smallest)
-        for name in relations
-    }
+    smallest = {}
+    for name in relations:
+        independent = prompts[_independent(name, prompts)]
+        if not _can_be_tested(name, independent):
+            smallest[name] = 1.0
+        elif redraws_tokens(prompts, name):
+            smallest[name] = smallest_by_renaming(prompts)
+        else:
+            smallest[name] = max(1 / (REDRAWS + 1), _test_of(name, independent, 0, 0).smallest)
+    return smallest
+
+
+def _independent(name: str, prompts: Prompts) -> Int[Tensor, " prompt"]:
+    """The prompts that test a relation: the first of each group, where what is redrawn differs by prompt.
+
+    Related prompts share tokens and keys, so that redrawing those of each alone makes small p-values of what a head
+    happens to make of them. Alignments, distances and names of tokens are redrawn for all prompts at once.
+    """
+    at_once = name in _ALIGNMENTS or name == "previous" or redraws_tokens(prompts, name)
+    if prompts.group is None or at_once:
+        return torch.arange(len(prompts))
+    _, group = prompts.group.unique(return_inverse=True)
+    return (
+        torch.full((int(group.max()) + 1,), len(prompts))
+        .scatter_reduce(0, group, torch.arange(len(prompts)), "amin")
+        .sort()
+        .values
+    )
+
+
+def _can_be_tested(name: str, prompts: Prompts) -> bool:
+    """Whether anything can be established of a relation: not without a row of it, as in one half, or by one prompt."""
+    return len(prompts) > 1 and len(prompts.relations[name]) > 0
 
 
 def _test_of(name: str, prompts: Prompts, layers: int, heads: int) -> "_Test":

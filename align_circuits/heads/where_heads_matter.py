@@ -222,7 +222,7 @@ def resampling_effects(model: HookedModel, prompts: Prompts, heads: Sequence[Hea
 
     Empty, too, where prompts differ in length, so that there is no output at the same position, and of a single prompt.
     """
-    if not heads or len(prompts) < 2 or not bool(prompts.mask.all()):
+    if not heads or len(prompts) < 2 or not prompts.of_one_length:
         return Table(pd.DataFrame(columns=["level", *_KEYS, "kind", *VALUES]), Provenance("ablate"))
     return ablate_heads(model, prompts, "resample", heads=heads, options=options)
 

@@ -33,7 +33,6 @@ from align_circuits.models.parameters import device_of
 from align_circuits.run.forward_pass import capture
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Direction, Pair
-from align_circuits.run.target_metrics import TargetMetrics
 
 Grid = Float[ndarray, "layer head"]
 
@@ -97,15 +96,23 @@ def head_detector(model: HookedModel, pair: Pair) -> dict[str, Grid]:
     return grids
 
 
+def _metric_of(pair: Pair) -> str:
+    """The name of the metric by which the localizers of a pair score."""
+    return pair.target_metrics.names[0]
+
+
 def ablation(how: How, model: HookedModel, pair: Pair) -> Grid:
-    """Scores heads by the log-probability that ablating each alone costs (`ablate_heads`)."""
-    return -ablate_heads(model, pair.clean, how, metrics=("log_prob",)).where(kind="all").to_array("log_prob")
+    """Scores heads by what ablating each alone costs of the pair's metric (`ablate_heads`)."""
+    table = ablate_heads(model, pair.clean, how, metrics=(pair.metric or "log_prob",))
+    return -table.where(kind=pair.kind or "all").to_array(_metric_of(pair))
 
 
 def patching(direction: Direction, model: HookedModel, pair: Pair) -> Grid:
     """Scores heads by patching each alone between the two runs (`patch_heads`)."""
-    table = patch_heads(model, replace(pair, metric="log_prob", kind="all", direction=direction))
-    return table.to_array("log_prob") * (1 if direction == "denoise" else -1)
+    table = patch_heads(
+        model, replace(pair, metric=pair.metric or "log_prob", kind=pair.kind or "all", direction=direction)
+    )
+    return table.to_array(_metric_of(pair)) * (1 if direction == "denoise" else -1)
 
 
 def direct_effect(model: HookedModel, pair: Pair) -> Grid:
@@ -126,7 +133,7 @@ def direct_effect(model: HookedModel, pair: Pair) -> Grid:
 def head_attribution(method: HeadMethod, model: HookedModel, pair: Pair) -> Grid:
     """Sums the size of a head's scores at its output and its query (`attribute_heads`)."""
     table = attribute_heads(model, replace(pair, direction="noise"), method=method, sites=("z", "q"))
-    return np.sum([np.abs(table.where(site=site).to_array("log_prob")) for site in ("z", "q")], axis=0)
+    return np.sum([np.abs(table.where(site=site).to_array(_metric_of(pair))) for site in ("z", "q")], axis=0)
 
 
 def edge_attribution(method: EdgeMethod, model: HookedModel, pair: Pair) -> Grid:
@@ -146,18 +153,18 @@ def pruning(model: HookedModel, pair: Pair) -> Grid:
     Source: after Conmy et al. (2023), "Towards Automated Circuit Discovery", with heads in place of edges.
     """
     noised = replace(pair, direction="noise")
-    targets = TargetMetrics.of(noised.base, ("log_prob",))
+    targets = noised.prepared(model, RunOptions()).target_metrics
     grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
 
-    def mean_log_prob(patched: list[Head]) -> float:
+    def mean_metric(patched: list[Head]) -> float:
         edits = [Patch(patched)] if patched else []
         return float(targets.measure_edited(model, [edits], source=noised.source)[0].mean())
 
     for cut in _CUTS:
         pruned: list[Head] = []
-        current = mean_log_prob(pruned)
+        current = mean_metric(pruned)
         for head in reversed(heads_of(model.cfg)):
-            without = mean_log_prob([*pruned, head])
+            without = mean_metric([*pruned, head])
             if current - without < cut:
                 pruned, current = [*pruned, head], without
             else:

@@ -1,6 +1,7 @@
 """Prompts as JSON lines: what a line may hold, and what is wrong with one that does not."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ _RELATION = {"query", "keys", "candidates"}
 def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
     """Returns the lines of a file as columns, by the keys of `SCHEMA`, and their numbers from 1.
 
-    Empty lines are left out.
+    Empty lines are left out. Lines with the same text are one group, where the file has none of its own; a warning says
+    so.
 
     Raises:
         ValueError: No such file, a line that is no JSON object, an unknown key, or a key that only some lines have.
@@ -52,6 +54,8 @@ def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{line_name}: no JSON ({error}); give one object a line") from error
+        if isinstance(record, list):
+            raise ValueError(f"{line_name}: a list; give one object a line, without brackets around them")
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise ValueError(f"{line_name}: give an object with a string 'text'")
         if unknown := sorted(record.keys() - SCHEMA.keys()):
@@ -74,7 +78,17 @@ def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
     for key, needed in (("wrong", "answer"), ("corrupted", "answer"), ("corrupted_answer", "corrupted")):
         if key in first and needed not in first:
             raise ValueError(f"{str(path)!r} has the key {key!r} without {needed!r}: give each line {needed!r} too")
-    return {key: [record[key] for record in records.values()] for key in first}, [*records]
+    columns, numbers = {key: [record[key] for record in records.values()] for key in first}, [*records]
+    begins = dict(reversed([*zip(columns["text"], numbers, strict=True)]))
+    if "group" not in columns and (again := [n for n in numbers if n not in begins.values()]):
+        columns["group"] = [begins[text] for text in columns["text"]]
+        others = f" and {len(again) - 1} more lines" if len(again) > 1 else ""
+        warnings.warn(
+            f"{str(path)!r}: line {again[0]}{others} repeat an earlier text; lines with the same text count as one "
+            "group, since they are no independent evidence",
+            stacklevel=2,
+        )
+    return columns, numbers
 
 
 def _check_relations(place: str, relations: dict[str, Any]) -> None:

@@ -172,6 +172,11 @@ class Prompts:
         return "<hr>".join(drawings) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
 
     @property
+    def of_one_length(self) -> bool:
+        """Whether all prompts have equally many tokens, padded or not: a part of longer prompts keeps their columns."""
+        return len(self.mask.sum(1).unique()) <= 1
+
+    @property
     def is_aligned(self) -> bool:
         """Whether the gold alignment of the prompts is known, which `to_html` then draws."""
         return bool({*_ALIGNMENT} & self.relations.keys())

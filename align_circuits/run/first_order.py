@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
+from align_circuits.hooks.decoders import rotates_by_length
 from align_circuits.hooks.edits import Ablate, BatchContext, Patch
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.head_names import shared_at
@@ -101,7 +102,7 @@ def first_order_effects(
         # Prompts do not interact, so the gradient of a sum over prompts holds that of each.
         inputs = some.prompts.tokens.to(device), some.prompts.mask.to(device)
         first = 0
-        if source is not None and engine == "fast":
+        if source is not None and engine == "fast" and not rotates_by_length(model):
             # Before the first other token nothing changes, and at all queries logits are read.
             first = min(first_difference(some.prompts.tokens, source[rows].tokens), int(queries.min()))
         fast = engine == "fast"

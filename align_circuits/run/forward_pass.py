@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -85,6 +85,7 @@ def forward(
 
     def run_batch(run: Run, batch_prompts: Int[Tensor, " prompt"], _: int) -> None:
         batch = Batch.of(prompts, batch_prompts, prompt, query, device)
+        batch = replace(batch, whole_logits=any(map(is_behind_selection, names)))
         edited = as_hooked(changes_of(edits, model, BatchContext(prompts, batch_prompts)), model)
         reading: dict[str, Change] = {name: partial(read, batch_prompts) for name, read in reads.items()}
         hooked = Probes(model, edited), Probes(model, reading)  # in this order: readers see edited activations
@@ -215,6 +216,11 @@ def widened(numbers: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
+def is_behind_selection(name: str) -> bool:
+    """Returns whether a hook point lies where a bridge keeps only the columns whose logits are asked for."""
+    return name.startswith("unembed.")
+
+
 def is_inside(name: str) -> bool:
     """Returns whether an activation is inside the fast engine's attention function, on any architecture."""
     layer_and_site = site_of(name)
@@ -233,6 +239,8 @@ class Batch:
     query: Int[Tensor, " row"]
     cropped: int
     """The number of columns left out."""
+    whole_logits: bool = False
+    """Whether a bridge computes the logits of every column, as where what makes them is read or edited."""
 
     @classmethod
     def of(
@@ -264,6 +272,15 @@ class Batch:
         return (
             None if on_pattern is None else PatternProbe(self.prompt, self.query, partial(self.hand_over, on_pattern))
         )
+
+    def kept(self, keep_logits: bool) -> Int[Tensor, " query"]:
+        """Returns the columns of which a bridge computes logits, ascending.
+
+        One is computed even where no logits are needed: NaN in it shows that the weights are broken.
+        """
+        if self.whole_logits:
+            return torch.arange(self.tokens.shape[1], device=self.query.device)
+        return self.query.unique() if keep_logits else self.query[:1]
 
     def rows_of(self, logits: Tensor, kept: Int[Tensor, " query"]) -> Float[Tensor, "row d_vocab"]:
         """Returns the rows of logits `[prompt query d_vocab]` that were computed at some queries, ascending."""
@@ -300,7 +317,7 @@ def _run_decoder(
     decoder: Decoder, batch: Batch, on_pattern: OnPattern | None, _within: Hooks, *, keep_logits: bool
 ) -> Float[Tensor, "row d_vocab"]:
     """Runs the parts of a model; hooks do not fire."""
-    kept = batch.query.unique() if keep_logits else batch.query[:1]  # as in `_bridge_logits`
+    kept = batch.kept(keep_logits)
     run = Replay.run(
         decoder, batch.tokens, batch.mask, queries=kept, keep=(), starts=[0], probe=batch.probe(on_pattern)
     )
@@ -328,14 +345,13 @@ def _run_reference(
 
 def _bridge_logits(batch: Batch, keep_logits: bool, run: Callable[..., Tensor]) -> Float[Tensor, "row d_vocab"]:
     """Runs a bridge and returns the logits of the rows; no others are computed, so a large vocabulary costs little."""
-    # One column is computed even where no logits are needed: NaN in it shows that the weights are broken.
-    kept = batch.query.unique() if keep_logits else batch.query[:1]
+    kept = batch.kept(keep_logits)
     inputs: dict[str, Any] = dict(batch.inputs)
     if inputs:
         inputs["position_ids"] = token_positions(batch.mask)
     # Indices on the CPU serve on whatever device the last layer is.
     logits = run(batch.tokens, logits_to_keep=kept.cpu(), use_cache=False, **inputs).to(batch.tokens.device)
-    return batch.rows_of(logits, kept) if keep_logits else logits[:, 0]
+    return batch.rows_of(logits, kept) if keep_logits or batch.whole_logits else logits[:, 0]
 
 
 def check_rows(prompts: Prompts, prompt: Int[Tensor, " row"], query: Int[Tensor, " row"]) -> None:

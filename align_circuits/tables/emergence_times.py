@@ -180,6 +180,8 @@ def emergence_step(
                     min_rise=min_rise,
                     sustained=sustained,
                 )
+                if course["value"].notna().any()
+                else np.nan
                 # Rows of the whole model have missing keys, which pandas would drop.
                 for group, course in frame.sort_values("step").groupby(by, sort=False, dropna=False)
             }
@@ -213,6 +215,6 @@ def best_head(frame: Any, last: int) -> Any:
     best = []
     for _, rows in frame.groupby(by, sort=False, dropna=False):
         mean = rows[rows["step"].isin(late)].groupby(["layer", "head"])["value"].mean()
-        layer, head = mean.idxmax()
+        layer, head = (mean if mean.notna().any() else mean.fillna(0.0)).idxmax()  # any head, where all are undefined
         best.append(rows[(rows["layer"] == layer) & (rows["head"] == head)])
     return pd.concat(best)

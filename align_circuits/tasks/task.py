@@ -8,6 +8,7 @@ from typing import Any, ClassVar, get_args
 import torch
 
 from align_circuits.checks import WrongArgument
+from align_circuits.prompts.partners import next_unrelated
 from align_circuits.prompts.prompts import Prompts
 
 TOKEN_ROLES: Mapping[str, str] = {
@@ -121,7 +122,8 @@ def check_choices(config: Any, **choices: Any) -> None:
 def exchanged(prompts: Prompts) -> tuple[Prompts, Prompts]:
     """Returns the prompts and, for each, another one of the same length, with the targets of the first.
 
-    Prompts are ordered by length; one that is alone in its length has no partner and is left out.
+    A partner is related to its prompt only where most prompts of a length are (`next_unrelated`). They are ordered by
+    length; one that is alone in its length has no partner and is left out.
 
     Raises:
         ValueError: No two prompts have the same length.
@@ -131,8 +133,7 @@ def exchanged(prompts: Prompts) -> tuple[Prompts, Prompts]:
     for rows in (torch.nonzero(length == value)[:, 0] for value in length.unique()):
         if len(rows) > 1:
             clean += rows.tolist()
-            # By a roll and not at random, so that no prompt is its own partner.
-            partner += rows.roll(1).tolist()
+            partner += rows[next_unrelated(prompts[rows], step=-1)].tolist()
     if not clean:
         raise ValueError(
             "no two prompts have the same length, so none can be the other's partner: give corrupted prompts, as "

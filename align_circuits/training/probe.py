@@ -78,7 +78,11 @@ class Probe:
         value, weight = (np.concatenate([numbers[name] for _, numbers in results]) for name in COLUMNS)
         order = ["step", "ood", "metric", "kind", "offset", "level", "layer", "head"]
         bounded = (keys["metric"] != "log_prob").to_numpy()
-        table = Table.from_prompts(keys.loc[:, order], value, weight, provenance, bounded=bounded, levels=True)
+        # Only a user's own prompts, which are probed alone, have groups.
+        group = next(iter(self.prompts.values())).group
+        table = Table.from_prompts(
+            keys.loc[:, order], value, weight, provenance, bounded=bounded, levels=True, group=group
+        )
         # Prompt by prompt it would be as large as all the files of the probes.
         return replace(table, values=None, weights=None)
 

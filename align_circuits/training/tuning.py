@@ -19,10 +19,11 @@ from tqdm import tqdm
 
 from align_circuits.checks import checked
 from align_circuits.hooks.attention import AttentionParts, take_parts, why_not_fast
-from align_circuits.hooks.compat import architectures, bridges, lora_merging, rotary_embeddings
+from align_circuits.hooks.compat import architectures, bridges, lora_merging
+from align_circuits.hooks.decoders import rotates_by_length
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel, token_positions
-from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.jobs.code_versions import code_version
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
@@ -488,7 +489,7 @@ class _TuningData:
                 tests = sample_finite_dataset(probed_task, n, tokenizer, PROBE_SEED + seed)
                 probes[ood] = in_context(probed_task, dataset, tests, seed=PROBE_SEED + seed)
             check_fits(model, probes[ood])
-        data = cls(task, config, tokenizer, dataset, probes, whole=_rotates_by_length(model))
+        data = cls(task, config, tokenizer, dataset, probes, whole=rotates_by_length(model))
         data.batch(1, seed)  # raises here, before anything is written, if the dataset is too small
         return data
 
@@ -507,7 +508,7 @@ class _TuningData:
             probed = task.sample(config.prompts_per_probe, tokenizer, PROBE_SEED + seed)
         check_fits(model, probed)
         scored = [name for name in task.roles if len(probed.relations.get(name, ()))]
-        whole = _rotates_by_length(model)
+        whole = rotates_by_length(model)
         data = cls(task, config, tokenizer, None, {False: probed}, scored, whole)
         data.batch(1, seed)  # raises here, before anything is written
         return data
@@ -547,11 +548,6 @@ class _TuningData:
         # Nothing is predicted from the last target, nor from what follows it.
         end = prompts.tokens.shape[1] if self.whole else int(target[-1])
         return prompts.tokens[:, :end], target - 1, prompts.tokens[:, target]
-
-
-def _rotates_by_length(model: HookedModel) -> bool:
-    """Whether angles depend on the length of a prompt, so that its end counts, from which nothing is predicted."""
-    return bool(rotary_embeddings.rotating_by_length(modules_in(model)))
 
 
 def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...], *, skips: bool = False) -> Float[Tensor, ""]:

@@ -46,7 +46,7 @@ def settings_of(model: Any, *, persistent: bool = True) -> list[Any]:
     configs: dict[int, Any] = {}
     settings: list[Any] = []
     for module in modules_of(model, wrapped(model)):
-        buffers = module._buffers.keys() if persistent else module._non_persistent_buffers_set
+        buffers = module._buffers.keys() if persistent else sorted(module._non_persistent_buffers_set)
         state: dict[str, Any] = {name: module._buffers[name] for name in buffers}
         for name, value in vars(module).items():
             if name in _HOOKS:

@@ -95,7 +95,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
 
-def head_weight(attention: Any, name: str) -> Tensor | None:
+def head_weight(attention: Any, name: str, d_head: int) -> Tensor | None:
     """Returns `W_Q`, ..., `b_O` of an attention layer, with a row for each key head; None where it has no such bias.
 
     A grouped `HookedTransformer` repeats `W_K` and `W_V` for every head, and has the smaller ones as `_W_K`, `_W_V`. An
@@ -106,10 +106,10 @@ def head_weight(attention: Any, name: str) -> Tensor | None:
     if name.startswith("W_"):
         linear = getattr(projection, "base_layer", projection)  # a bridge reads the weight of an adapter transposed
         if is_quantised(linear):
-            return _heads_of(_dequantised(linear), letter, int(component(attention).head_dim))
+            return _heads_of(_dequantised(linear), letter, d_head)
         if linear is not projection:
             weight = linear.weight.detach() if isinstance(linear, nn.Linear) else linear.weight.detach().T
-            return _heads_of(weight, letter, int(component(attention).head_dim))
+            return _heads_of(weight, letter, d_head)
     with onloaded(component(attention)):
         weight = getattr(attention, f"_{name}", getattr(attention, name, None))
     return None if weight is None else weight.detach()

@@ -1,12 +1,15 @@
 """Every architecture by every verb: equal to plain Hugging Face, or refused with a reason."""
 
+import copy
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from plain import FUSED, Plain, first
 from table import pages
 from verbs import LOG_PROB, REFUSED, REFUSED_AT_LOAD, TEXTS, VERBS, Case, evaluated, of_heads
@@ -201,3 +204,33 @@ def test_what_cannot_be_read_is_refused_at_the_door(refused):
 @pytest.mark.parametrize("page", pages())
 def test_pages_say_what_the_suite_finds(page):
     assert page.read_text(encoding="utf-8") == pages()[page], "run python tests/architectures/table.py --write"
+
+
+def test_effects_of_a_long_rope_are_estimated_on_whole_prompts():
+    """Keys of the first tokens alone would be turned by the factors of short prompts."""
+    model = ac.load(tiny("llama-long-rope"))
+    tokens = torch.randint(5, 60, (3, 24), generator=torch.Generator().manual_seed(1))
+    prompts = ac.Prompts.from_tokens(tokens.tolist()).select_targets(lambda targets: targets["target_pos"] >= 21)
+    corrupted = prompts.inputs.clone()
+    corrupted[:, 8] = 3
+    pair = ac.Pair(prompts, replace(prompts, inputs=corrupted, relations={}), metric="logit")
+    for site in ("z", "v"):
+        estimates = [
+            ac.patch_heads(model, pair, sites=[site], screen=0.01, options=ac.RunOptions(engine=engine)).frame["value"]
+            for engine in ("auto", "reference")
+        ]
+        np.testing.assert_allclose(*estimates, atol=1e-4)
+
+
+def test_direct_effects_of_an_adapter_of_the_output_matrix_are_those_of_merged_weights():
+    for name, target in (("gpt-neox", "dense"), ("llama", "o_proj")):
+        with torch.random.fork_rng(devices=[]):
+            adapted = get_peft_model(tiny(name), LoraConfig(r=2, target_modules=[target]))
+        for weight_name, weight in adapted.named_parameters():
+            if "lora_" in weight_name:
+                torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(1))
+        prompts = ac.Prompts.from_tokens([[1, 5, 6, 7, 8, 9]])
+        merged = ac.load(copy.deepcopy(adapted).merge_and_unload())
+        right = ac.direct_logit_attribution(merged, prompts).frame["value"]
+        found = ac.direct_logit_attribution(ac.load(adapted.base_model.model), prompts).frame["value"]
+        np.testing.assert_allclose(found, right, atol=1e-4, err_msg=name)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from legs import slow_but
@@ -75,3 +76,19 @@ def test_a_planted_circuit_is_what_remains():
 
 def test_what_cannot_be_pruned_is_refused(llama, pair):
     refused(r"cut=0\.0: give how many nats", prune_edges, llama, pair, cut=0.0)
+
+
+def test_a_prompt_without_targets_changes_nothing(llama, char_tokenizer):
+    clean = TASK.sample(3, char_tokenizer, seed=0)
+    pair = ac.Pair(clean, TASK.corrupt(clean, "query", seed=1))
+
+    def first_two(targets: Any) -> Any:
+        return targets["prompt"] < 2
+
+    two, three = (
+        ac.Pair(*(prompts.select_targets(first_two) for prompts in (of.clean, of.corrupted)))
+        for of in (ac.Pair(pair.clean[:2], pair.corrupted[:2]), pair)
+    )
+    kept = prune_edges(llama, two, cut=0.05).frame
+    assert kept["value"].notna().any()
+    np.testing.assert_allclose(prune_edges(llama, three, cut=0.05).frame["value"], kept["value"], atol=1e-5)

@@ -187,3 +187,17 @@ def test_an_interrupt_is_told_in_a_line_also_while_libraries_are_imported(place,
     monkeypatch.setattr(f"align_circuits.cli.entry.{place}", interrupted)
     assert main(["score", "--out", str(tmp_path / "run")]) == 130
     assert capsys.readouterr().err.startswith("align-circuits: interrupted: no results were written; ")
+
+
+@pytest.mark.parametrize(("command", "kept"), [("score", "begins anew"), ("patch", "begins anew"), ("tune", "goes on")])
+def test_an_interrupt_says_whether_the_command_goes_on(command, kept, monkeypatch, capsys, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verb_class(command), "__call__", interrupted)
+    assert main([command, "--out", str(tmp_path / "run")]) == 130
+    told = capsys.readouterr().err
+    assert kept in told and (f"--out {tmp_path / 'run'}" in told) == (command == "tune")
+    if command == "patch":
+        assert main([command, "--parts", str(tmp_path / "parts"), "--out", str(tmp_path / "run")]) == 130
+        assert "goes on" in capsys.readouterr().err

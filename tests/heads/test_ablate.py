@@ -184,3 +184,17 @@ def test_refusals(llama, prompts, char_tokenizer):
     nothing = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3).sample(2, char_tokenizer)
     object.__setattr__(nothing, "targets", nothing.targets[:0])
     refused("no targets at all", ablate_heads, llama, nothing)
+
+
+@pytest.mark.parametrize("how", ["mean", "resample"])
+def test_prompts_selected_from_longer_ones_are_ablated_as_alone(llama, char_tokenizer, how):
+    texts = [f"{first}{second}:" for first, second in zip("abcdefghij", "jihgfedcba", strict=True)]
+
+    def made(texts: list[str]) -> Prompts:
+        return ac.Prompts.from_texts(texts, char_tokenizer, answer=[text[0] for text in texts], positions={"A": 1})
+
+    alone, selected = made(texts), made([*texts, "abcdefgh:"])[: len(texts)]
+    assert not selected.mask.all() and alone.mask.all()
+    one, other = (ablate_heads(llama, prompts, how) for prompts in (alone, selected))
+    np.testing.assert_allclose(one.frame["value"], other.frame["value"], atol=1e-5)
+    assert one.provenance.settings.get("by") == other.provenance.settings.get("by")

@@ -624,3 +624,10 @@ def test_the_same_candidate_is_right_in_all_rows_or_not(keys, fixed):
     prompts = ac.Prompts.from_tokens([[*range(9)]] * 2)
     rows = [(prompt, 8, right) for prompt, right in enumerate(keys)]
     assert nulls.fixed_rank(Relation.from_pairs(rows, prompts=prompts, candidates=[2, 3])) == fixed
+
+
+def test_nothing_is_established_of_a_relation_without_rows(char_tokenizer, llama):
+    prompts = ac.Prompts.from_texts(["abcd", "efgh", "bdca"], char_tokenizer, answer=list("xyz"))
+    assert not len(prompts.relations["duplicate"])
+    assert nulls.smallest_p_values(prompts, ["duplicate"]) == {"duplicate": 1.0}
+    assert (p_values(llama, prompts, ["duplicate"])["duplicate"] == 1).all()

@@ -95,15 +95,15 @@ def test_nothing_of_a_bridge_remains_around_a_module(bridge):
 
 def test_weights_have_a_row_for_each_key_head(bridge):
     attention = bridge.blocks[0].attn
-    weights: Any = [stored_weights.head_weight(attention, name) for name in ("W_Q", "W_K", "W_V", "W_O")]
+    weights: Any = [stored_weights.head_weight(attention, name, 8) for name in ("W_Q", "W_K", "W_V", "W_O")]
     assert [len(weight) for weight in weights] == [4, 2, 2, 4]
     attention = torch.nn.Module()
     attention.W_K, attention._W_K = torch.ones(4, 3, 2), torch.ones(2, 3, 2)
     assert (
-        stored_weights.head_weight(attention, "W_K") is not None
-        and stored_weights.head_weight(attention, "b_K") is None
+        stored_weights.head_weight(attention, "W_K", 2) is not None
+        and stored_weights.head_weight(attention, "b_K", 2) is None
     )
-    weight = stored_weights.head_weight(attention, "W_K")
+    weight = stored_weights.head_weight(attention, "W_K", 2)
     assert weight is not None and weight.shape == (2, 3, 2)
 
 
@@ -119,8 +119,8 @@ def test_weights_of_heads_are_the_same_from_a_layer_of_codes(bridge, monkeypatch
         layer = copy.deepcopy(plain)
         codes: Any = torch.nn.Parameter(torch.arange(len(plain.weight), dtype=torch.int32), requires_grad=False)
         codes.quant_state, layer.weight = plain.weight.detach(), codes
-        quantised = SimpleNamespace(**{letter.lower(): layer}, head_dim=8)
-        weight, expected = (stored_weights.head_weight(each, f"W_{letter}") for each in (quantised, attention))
+        quantised = SimpleNamespace(**{letter.lower(): layer})
+        weight, expected = (stored_weights.head_weight(each, f"W_{letter}", 8) for each in (quantised, attention))
         assert weight is not None and expected is not None and torch.equal(weight, expected)
 
 
@@ -191,7 +191,7 @@ def test_8_bit_codes_stand_for_no_weights():
     layer.weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
     assert stored_weights.is_quantised(layer)
     with pytest.raises(ValueError, match="this model computes with 8-bit codes of its activations"):
-        stored_weights.head_weight(SimpleNamespace(q=layer, head_dim=1), "W_Q")
+        stored_weights.head_weight(SimpleNamespace(q=layer), "W_Q", 1)
 
 
 def test_norms_and_mlps_are_hugging_faces(bridge):

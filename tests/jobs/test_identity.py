@@ -402,3 +402,22 @@ def test_values_that_are_alike_are_told_apart():
     ):
         with pytest.raises(Unidentified):
             identity_of([value])
+
+
+class Backwards(set[str]):
+    """A set whose names come in another order, as in a process with another seed of hashes."""
+
+    def __iter__(self):
+        return iter(sorted(super().__iter__(), reverse=True))
+
+
+def test_settings_do_not_depend_on_the_order_in_which_python_hashes_names():
+    model = torch.nn.Module()
+    for name in ("first", "second"):
+        model.register_buffer(name, torch.ones(1), persistent=False)
+    settings = []
+    for names in ({"first", "second"}, Backwards({"first", "second"})):
+        vars(model)["_non_persistent_buffers_set"] = names
+        ((_, state),) = model_state.settings_of(model, persistent=False)
+        settings.append([*state][:2])
+    assert settings[0] == settings[1] == ["first", "second"]

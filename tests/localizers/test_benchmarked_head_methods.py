@@ -1,6 +1,7 @@
 """Every method finds the heads of a plain circuit; methods of other packages join by their entry points."""
 
 import re
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -118,3 +119,11 @@ def test_the_page_turns_a_score_of_attention_into_a_method(tmp_path):
     assert scores_of(f"{file}:look", model, pair, CIRCUIT_ROLES)["lookup"].min() == 0
     without_scores = score_heads(model, pair.clean, ["lookup"]).to_array("lookup")
     refused("NaN at L0H", scores_by_role, "look", without_scores, model, CIRCUIT_ROLES)
+
+
+@pytest.mark.parametrize("name", ["ablation, zero", "patching, denoise", "AtP"])
+def test_a_method_scores_by_the_metric_of_its_pair(circuit, name):
+    model, pair = circuit
+    few = Pair(pair.clean[:2], pair.corrupted[:2])
+    by_logit = METHODS[name](model, replace(few, metric="logit"))
+    assert np.isfinite(by_logit).all() and not np.allclose(by_logit, METHODS[name](model, few))

@@ -94,8 +94,17 @@ def test_only_the_text_is_required(file, char_tokenizer):
 
 
 def test_line_separators_inside_of_strings_and_byte_order_marks(file):
-    line = json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False)
-    assert read_jsonl(file(raw=f"\ufeff{line}\r\n\n{line}\n")) == ({"text": ["a\u2028b\x85c"] * 2}, [1, 3])
+    line, other = (json.dumps({"text": text}, ensure_ascii=False) for text in ("a\u2028b\x85c", "d"))
+    assert read_jsonl(file(raw=f"\ufeff{line}\r\n\n{other}\n")) == ({"text": ["a\u2028b\x85c", "d"]}, [1, 3])
+
+
+def test_lines_with_the_same_text_are_one_group(file):
+    lines = [{"text": text, "answer": answer} for text, answer in ("ax", "bx", "ay", "cx", "ax")]
+    with pytest.warns(UserWarning, match="line 3 and 1 more lines repeat an earlier text; .* count as one group"):
+        columns, _ = read_jsonl(file(*lines))
+    assert columns["group"] == [1, 2, 1, 4, 1]
+    own = [line | {"group": number} for number, line in enumerate(lines)]
+    assert read_jsonl(file(*own))[0]["group"] == [0, 1, 2, 3, 4], "a file's own groups stand"
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -105,7 +114,8 @@ def changed(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("[]", r"line 2: give an object with a string 'text'"),
+        ("[]", "line 2: a list; give one object a line, without brackets around them"),
+        ("3", "line 2: give an object with a string 'text'"),
         ("{", r"line 2: no JSON \("),
         (changed(text=3), "line 2: give an object with a string 'text'"),
         (changed(size=2, colour="red"), "line 2: unknown key 'colour': a line may have text, answer"),

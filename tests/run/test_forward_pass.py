@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from frozen import unchecked
@@ -14,7 +15,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.sources import boot_native
 
 import align_circuits as ac
-from align_circuits.run.forward_pass import forward
+from align_circuits.run.forward_pass import capture, forward
 
 NAMES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"]
 LENGTHS = (17, 12, 17, 5, 20)
@@ -273,3 +274,20 @@ def test_dropout_is_off_and_every_module_keeps_its_mode(random_hf_model, prompts
     one, two = run(model, prompts), run(model, prompts)
     torch.testing.assert_close(one[:2], two[:2], atol=0, rtol=0)
     assert modes == [module.training for module in model.modules()]
+
+
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+def test_what_makes_the_logits_is_read_and_edited_at_every_column(llama, char_tokenizer, engine):
+    prompts, options = ac.Seq2SeqTask(x_len=3, n_examples=2).sample(3, char_tokenizer), ac.RunOptions(engine=engine)
+    with torch.no_grad():
+        right = llama(prompts.tokens)
+    name = "unembed.hook_out"
+    torch.testing.assert_close(capture(llama, prompts, [name], options=options)[name], right, atol=1e-4, rtol=1e-4)
+    rows = torch.arange(3), torch.full((3,), 4)
+    read = capture(llama, prompts, [name], prompt=rows[0], query=rows[1], options=options)[name]
+    torch.testing.assert_close(read, right, atol=1e-4, rtol=1e-4)
+    means = ac.ablation_baseline(llama, prompts, "mean", hook=name, by="position", options=options).means[name]
+    torch.testing.assert_close(means, right.mean(0), atol=1e-4, rtol=1e-4)
+    edit = ac.Ablate(hook=name, how="zero", positions=torch.ones_like(prompts.mask))
+    even = ac.evaluate(llama, prompts, metrics=["log_prob"], edits=[edit], options=options)
+    np.testing.assert_allclose(even.frame["value"], -np.log(right.shape[-1]), atol=1e-5)

@@ -4,12 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.circuits.faithful import faithfulness
+from align_circuits.heads.permutation_tests import p_values, smallest_p_values
+from align_circuits.prompts.partners import next_unrelated
 from align_circuits.run.pairs import Pair
 from align_circuits.tables import intervals as stats
+from align_circuits.tasks.own_prompts import as_task
 
 GROUPS = ["a", "b", "a", "c", "b", "d", "a", "e"]
 
@@ -86,3 +91,73 @@ def test_differences_are_paired_by_groups(measured):
     nothing = (grouped - grouped).where(metric="log_prob").frame
     assert nothing["low"].abs().max() == nothing["high"].abs().max() == 0
     assert (grouped - alone).frame["low"].isna().all(), "groups and prompts are no pairs"
+
+
+def again(prompts: ac.Prompts, times: int) -> ac.Prompts:
+    """Each prompt so many times, in a group of its own."""
+    rows = torch.arange(len(prompts)).repeat_interleave(times)
+    targets = [prompts.targets[prompts.targets["prompt"] == int(row)].assign(prompt=i) for i, row in enumerate(rows)]
+    of_tokens = {name: getattr(prompts, name)[rows] for name in ("inputs", "mask", "token_kinds", "example")}
+    none: dict[str, Any] = {"correct": None, "own_correct": None, "relations": {}, "latent": {}, "positions": {}}
+    return replace(prompts, **of_tokens, **none, targets=pd.concat(targets, ignore_index=True), group=rows)
+
+
+def test_repeating_prompts_leaves_intervals_of_faithfulness_as_they_are():
+    task = ac.Seq2SeqTask(x_len=3, n_examples=4)
+    model = ac.planted_circuit(task, seed=0)
+    clean, corrupted = task.pairs(task.sample(6, model.tokenizer, seed=0), 0)
+    once, thrice = (Pair(again(clean, n), again(corrupted, n), direction="noise") for n in (1, 3))
+    scores = ac.attribute_edges(model, once)
+    one, other = (faithfulness(model, pair, scores, fractions=[0.02, 0.1]).frame for pair in (once, thrice))
+    columns = ["value", "low", "high"]
+    np.testing.assert_allclose(one[columns], other[columns], atol=1e-5)
+    assert (one["high"] > one["low"]).any()
+
+
+def test_probes_of_a_tuning_are_over_groups(llama, char_tokenizer):
+    texts = [f"{first}{second}:" for second in "ij" for first in "abcdefgh"]
+    prompts = ac.Prompts.from_texts(
+        texts, char_tokenizer, answer=[text[1] for text in texts], groups=list("abcdefgh" * 2)
+    )
+    config = ac.TuneConfig.preset("small", steps=1, probe_every=1, probe_prompts=6)
+    frame = ac.tune(llama, prompts, config, progress=False).table.where(step=0, metric="log_prob", kind="all").frame
+    held_out = as_task(prompts).split(0)[1].prompts
+    expected = ac.evaluate(llama, held_out, metrics=["log_prob"]).where(kind="all").frame
+    columns = ["value", "low", "high", "n"]
+    np.testing.assert_allclose(frame[columns].iloc[0], expected[columns].iloc[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_partner_is_of_another_group_where_half_of_the_prompts_are(char_tokenizer, step):
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        n = int(draw.integers(2, 12))
+        group = draw.integers(0, 5, n)
+        prompts = replace(ac.Prompts.from_tokens([[1, i, 3] for i in range(n)]), group=torch.from_numpy(group))
+        partner = next_unrelated(prompts, step).numpy()
+        assert sorted(partner) == [*range(n)] and (partner != np.arange(n)).all()
+        if np.bincount(group).max() <= n / 2:
+            assert (group[partner] != group).all()
+    texts = ["ab", "ab", "cd", "ef"]
+    equal = ac.Prompts.from_texts(texts, char_tokenizer, answer=list("xxyz"))
+    assert all(texts[one] != texts[other] for one, other in enumerate(next_unrelated(equal, step).tolist()))
+    alone = ac.Prompts.from_tokens([[1, 2], [1, 3], [1, 4]])
+    assert next_unrelated(alone, step).tolist() == [(i + step) % 3 for i in range(3)]
+
+
+def test_the_first_of_each_group_tests_attention(llama, char_tokenizer):
+    draw = np.random.default_rng(0)
+    texts = ["".join(draw.choice(list("abcdefgh"), 6, replace=False)) for _ in range(8)]
+    keys = draw.integers(0, 3, 8)
+
+    def made(times: int) -> ac.Prompts:
+        rows = np.repeat(np.arange(8), times)
+        prompts = ac.Prompts.from_texts([texts[row] for row in rows], char_tokenizer, answer=["z"] * len(rows))
+        end = prompts.column("query_pos")
+        rows_of = [(i, int(end[i]), [int(end[i]) - 3 - int(keys[row])]) for i, row in enumerate(rows)]
+        relation = ac.Relation.from_pairs(rows_of, prompts=prompts)
+        return replace(prompts.with_relations(own=relation), group=torch.from_numpy(rows))
+
+    one, three = made(1), made(3)
+    assert smallest_p_values(three, ["own"]) == smallest_p_values(one, ["own"])
+    np.testing.assert_allclose(p_values(llama, three, ["own"])["own"], p_values(llama, one, ["own"])["own"])

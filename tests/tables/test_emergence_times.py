@@ -145,3 +145,14 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(KeyError, match="no metric 'accuracy'"):
         emergence_step(table({(0, 0): EARLY}), "accuracy")
     refused("same rows", emergence_step, [table({(0, 0): EARLY}), table({(0, 1): EARLY})], "align_query", best=False)
+
+
+def test_a_metric_that_is_nowhere_defined_emerges_nowhere():
+    rows = [
+        {"step": step, "level": "head", "layer": 0, "head": head, "metric": "m", "value": math.nan}
+        for step in (0, 10, 20)
+        for head in (0, 1)
+    ]
+    table = Table(pd.DataFrame(rows).assign(low=math.nan, high=math.nan, n=1), Provenance("test"))
+    frame = emergence_step([table, table], "m", best=True).frame
+    assert frame.set_index("measure")["value"].tolist()[1] == 0 and math.isnan(frame["value"][0])
