@@ -128,7 +128,8 @@ class Graph:
         if not isinstance(name, str | tuple):
             raise ValueError(f"{name!r} is no sender: give names or heads, such as ['L1H2', (1, 2), 'M1', 'input']")
         name = name if isinstance(name, str) else describe([head_of(name)])
-        hint = f"; {name} reads the residual stream: it is a receiver" if "." in name or name == "logits" else ""
+        receives = name in {receiver.name for receiver in self.receivers}
+        hint = f"; {name} reads the residual stream: it is a receiver" if receives else ""
         return _index(name, [sender.name for sender in self.senders], "sender", hint)
 
     def receiver(self, name: str) -> int:

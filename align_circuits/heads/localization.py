@@ -157,12 +157,13 @@ class Localization:
     def accuracy(self) -> str:
         """How often the intact model is right, in a sentence: by what verdicts go by."""
         accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**self.intact)
+        tested = f"({len(self.prompts)} test prompts)"  # the other half chose the candidates
         if self.chooses:
             return (
-                f"The right answer is more likely than the wrong one in {accuracy} of cases (a guess: 0.50); accuracy "
-                "means this share."
+                f"The right answer is more likely than the wrong one in {accuracy} of cases {tested}, a guess in "
+                "0.50; accuracy means this share."
             )
-        return f"{self.task.target_name} is correct in {accuracy} of cases."
+        return f"{self.task.target_name} is correct in {accuracy} of cases {tested}."
 
     @property
     def chooses(self) -> bool:

@@ -89,7 +89,7 @@ def bridge_around(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         bridge.cfg.default_prepend_bos = tokenizer.bos_token is not None
     if broken := [name for name, value in parameters_of(bridge, offloaded=False) if value.isnan().any()]:
         raise ValueError(
-            f"{len(broken)} tensors of the weights have NaN, the first is {broken[0]}: the checkpoint is broken"
+            f"{len(broken)} of the weights' tensors hold NaN, the first is {broken[0]}: the checkpoint is broken"
         )
     return bridge
 

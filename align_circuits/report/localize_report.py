@@ -96,11 +96,12 @@ def baselines_in_words(localization: Localization) -> dict[str, str]:
     if baselines is None:
         return {}
     among = " among all tokens" if localization.chooses else ""
-    names = {"accuracy": f"accuracy{among}", "log_prob": "log-probability (nats)"}
+    tested = f" ({len(localization.prompts)} test prompts)"
+    names = {"accuracy": f"accuracy{among}{tested}", "log_prob": f"log-probability (nats){tested}"}
     lines = {}
     if localization.chooses:
         intact = formatted([localization.intact[number] for number in ("value", "low", "high")], "accuracy")
-        lines["accuracy between the two answers"] = f"{CLEAN} {intact}, a guess 0.50"
+        lines[f"accuracy between the two answers{tested}"] = f"{CLEAN} {intact}, a guess 0.50"
     for metric, name in names.items():
         rows = baselines.where(kind="all", metric=metric).frame.set_index("run")
         runs = [run for run in (CLEAN, CORRUPTED) if run in rows.index]

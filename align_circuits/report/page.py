@@ -142,7 +142,9 @@ def packed(script: str) -> Html:
 
 
 def _decimals(number: float) -> str:
-    """A number of a table, without the sign of a zero."""
+    """A number of a table, without the sign of a zero; one that three decimals do not show by its first digits."""
+    if 1e-6 <= abs(number) < 5e-4:  # below may be rounding
+        return f"{number:.2g}"
     return f"{round(number, 3) + 0.0:.3f}"
 
 

@@ -31,9 +31,10 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
             f"{model.cfg.d_vocab}: sample the prompts with model.tokenizer"
         )
     # Padding does not count: positions begin at the first real token.
-    longest = int(prompts.mask.sum(1).max()) if len(prompts) else 0
-    if longest > model.cfg.n_ctx:
+    lengths = prompts.mask.sum(1)
+    if len(too_long := (lengths > model.cfg.n_ctx).nonzero()[:, 0]):
+        first, others = int(too_long[0]), f" and {len(too_long) - 1} others" if len(too_long) > 1 else ""
         raise ValueError(
-            f"a prompt of {longest} tokens, but the model's context is {model.cfg.n_ctx}: take fewer or shorter "
-            "examples"
+            f"prompt {first} (counted from 0){others}: {int(lengths[first])} tokens, but the model's context is "
+            f"{model.cfg.n_ctx}: give shorter prompts, or fewer examples in each"
         )

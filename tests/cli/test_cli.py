@@ -771,7 +771,7 @@ def test_effects_of_rounding_are_none():
         tables = [Table(of.assign(metric=metric), Provenance("patch"), baselines=baselines) for of in (frame, small)]
         of_rounding, of_one = (effect_command_base.best_of(table, metric) for table in tables)
         assert (of_rounding == f"no effect (all are below {told}, which rounding may make)") == (told is not None)
-        assert of_one.startswith("L0 0.00 [0.00, 0.00]") and "Smaller" not in of_one
+        assert of_one.startswith("L0 0.0003 [0.0002, 0.0004]") and "Smaller" not in of_one
 
 
 def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):

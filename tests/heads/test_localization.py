@@ -36,8 +36,8 @@ def test_a_result_shows_itself(small):
     assert repr(small) == "Localization(lookup: L1H2; tested on 2 x tokens)"
     none = replace(small, heads_by_role={"lookup": ()})
     assert repr(none) == "Localization(no head named; tested on 2 x tokens)"
-    assert small.summary == "lookup: L1H2.\nA token is correct in 0.75 [0.50, 0.88] of cases.\nA < B."
-    intact = "A token is correct in 0.75 [0.50, 0.88] of cases."
+    assert small.summary == "lookup: L1H2.\nA token is correct in 0.75 [0.50, 0.88] of cases (2 test prompts).\nA < B."
+    intact = "A token is correct in 0.75 [0.50, 0.88] of cases (2 test prompts)."
     assert none.summary == f"No head passes every test.\n{intact}\nA < B."
     verdict = Verdict("necessary", ((1, 2),), 8, 1.0, 0.5, 0.4, 0.6, {"layers": (0.9,)}, 0.1, 0.5)
     judged = replace(small, verdicts=(verdict,), task=TaskFacts(notes=("A < B.", "C.", "D.")))
@@ -95,7 +95,7 @@ def test_verdicts_on_roles_are_told_by_whether_they_hold(small):
         verdict("b", 0.5, {"unnamed": (0.8, float("nan"), 0.9)}),
         verdict("c", 0.5, {"unnamed": (0.4,)}),
     )
-    assert replace(small, verdicts=verdicts, task=TaskFacts()).summary.split(" of cases.\n")[1] == (
+    assert replace(small, verdicts=verdicts, task=TaskFacts()).summary.split(" test prompts).\n")[1] == (
         "Necessary, role by role: b (accuracy 0.50 without L1H2; 0.80 to 0.90 without as many others).\n"
         "Not shown to be necessary, role by role: a (accuracy 0.95 without L1H2; this loses less than is needed, so no "
         "control sets were measured), c (accuracy 0.50 without L1H2; 0.40 without as many others)."
