@@ -1,5 +1,6 @@
 """What the verbs of effects (ablate, patch, attribute) share: options, what they print and what they draw."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -65,6 +66,20 @@ PairDirection = Annotated[
         "corrupted prompt is the text in the file of prompts, or one of the task with another test input."
     ),
 ]
+
+
+def named_heads(heads: Sequence[str] | None) -> list[str] | None:
+    """Returns the heads that `--heads` names, one or several in a word; None, which is all, where it is not given.
+
+    Raises:
+        ValueError: A word that names no head.
+    """
+    names = None if heads is None else " ".join(heads).replace(",", " ").split()
+    if wrong := [name for name in names or () if not re.fullmatch(r"L\d+H\d+", name)]:
+        raise ValueError(
+            f"--heads {wrong[0]}: write layer 2, head 3 as L2H3, both counted from 0, and several as --heads L2H3 L4H0"
+        )
+    return names
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """`align-circuits patch`."""
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from align_circuits.cli.command_base import counted
-from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb, PairDirection
+from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb, PairDirection, named_heads
 from align_circuits.cli.folders import Results
 from align_circuits.heads.effects import check_screen
 from align_circuits.heads.patch import patch_heads, patch_sites
@@ -52,12 +51,7 @@ class Patch(EffectVerb):
             raise ValueError(
                 f"--positions each patches whole layers: leave out --heads and --screen, and give --sites of {known}"
             )
-        heads = None if self.heads is None else " ".join(self.heads).replace(",", " ").split()
-        if wrong := [head for head in heads or () if not re.fullmatch(r"L\d+H\d+", head)]:
-            raise ValueError(
-                f"--heads {wrong[0]}: write layer 2, head 3 as L2H3, both counted from 0, and several as "
-                "--heads L2H3 L4H0"
-            )
+        heads = named_heads(self.heads)
         check_screen(self.screen, self.sites)  # before the model is loaded
         # By default the accuracy, too, which tells whether the model solves the task.
         metric = None if self.metric == "log_prob" else self.metric

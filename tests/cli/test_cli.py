@@ -166,6 +166,7 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["benchmark", "--methods", "atention"], "no method 'atention': did you mean 'attention'? choose among"),
         (["score", *SMALL, "--metrics", "lokup"], "no metric 'lokup' for these prompts: did you mean 'lookup'? they"),
         (["patch", *SMALL, "--heads", "2.3"], "--heads 2.3: write layer 2, head 3 as L2H3"),
+        (["ablate", *SMALL, "--heads", "2.3"], "--heads 2.3: write layer 2, head 3 as L2H3"),
         (["benchmark", "--circuits", "1000"], "--circuits 1000: give 1 to 140"),
         (["scroe"], "did you mean 'score'?"),
         (["explain"], "no verb 'explain': choose one of score, evaluate"),
@@ -536,6 +537,9 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
             model, pair, method="ig_inputs"
         ),
         ("ablate", "--how", "zero"): ac.ablate_heads(model, pair.clean, "zero", metrics=("prob", "accuracy")),
+        ("ablate", "--how", "zero", "--heads", "L1H2"): ac.ablate_heads(
+            model, pair.clean, "zero", heads=["L1H2"], metrics=("prob", "accuracy")
+        ),
     }
     for (verb, *options), table in expected.items():
         out = tmp_path / verb

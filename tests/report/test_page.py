@@ -59,8 +59,8 @@ def test_the_headline_says_what_was_found_in_the_words_of_the_task_and_if_the_mo
     for verdicts, words in (
         (
             (better, enough),
-            f"test prompts). Without the named heads accuracy is 0.00 [{needed.low:.2f}, {needed.high:.2f}], lower than "
-            "without as many others: the model needs them.",
+            f"test prompts). Without the named heads accuracy is 0.00 [{needed.low:.2f}, {needed.high:.2f}], lower "
+            "than without as many others: the model needs them.",
         ),
         (
             (replace(better, controls={"layers": (0.0,) * 19}), enough),
