@@ -65,11 +65,6 @@ class Benchmark(Verb):
         """Its own of the same zoo: circuits that were measured are kept, so that more of them can be added."""
         return {"verb": "benchmark", "held_out": self.held_out}
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether what an interrupted command did is kept."""
-        return True
-
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         from align_circuits.papers import localizer_zoo as zoo

@@ -80,11 +80,6 @@ class Verb(ABC):
         return None
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the same command, into the same folder, goes on from where an interrupted one stopped."""
-        return False
-
-    @property
     def facts(self) -> dict[str, str]:
         """What the report says on top."""
         return {}

@@ -46,11 +46,6 @@ class Each(Verb):
     workers: tyro.conf.OmitArgPrefixes[Workers] = field(default_factory=Workers)
     """Who runs the jobs; `status` and `collect` follow them from elsewhere."""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether what an interrupted command did is kept."""
-        return True
-
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         runs = list(self.runs(results.folder))

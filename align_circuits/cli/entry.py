@@ -62,6 +62,9 @@ OTHERS = {
 }
 """The verbs that write nothing."""
 
+RESUMED = ("tune", "pretrain", "reproduce", "benchmark", "each")
+"""The verbs that go on from where they were interrupted; sweeps do so if they keep parts."""
+
 
 def verb_class(name: str) -> type[Any]:
     """Returns the class of a verb, a subclass of `Verb`."""
@@ -132,7 +135,9 @@ def _main(arguments: Sequence[str]) -> int:
             folder = results.folder
             complaint = verb(results)
     except KeyboardInterrupt:
-        return _interrupted(folder if verb.goes_on else None)
+        workers, parts = (getattr(verb, option, None) for option in ("workers", "parts"))
+        kept = name in RESUMED or parts is not None or (workers is not None and workers != type(workers)())
+        return _interrupted(folder if kept else None)
     except (ValueError, KeyError, FloatingPointError, ImportError, WrongArgument) as error:
         return _refuse(in_options(str(error.args[0] if error.args else error), type(verb)))
     except (OSError, SafetensorError) as error:  # such as a full disk; both write files

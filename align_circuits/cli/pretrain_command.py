@@ -19,11 +19,6 @@ class Pretrain(Verb):
     seed: int = 0
     """Of the weights and the text."""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether what an interrupted command did is kept."""
-        return True
-
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         print(f"{self.recipe}: float32 on cpu", flush=True)

@@ -70,11 +70,6 @@ class Reproduce(Verb):
         models = [] if experiment.makes_models else [*self.model]
         return {"verb": "reproduce", "name": self.name, "scale": self.scale, "models": models}
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether what an interrupted command did is kept."""
-        return True
-
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         from align_circuits.papers.experiments import EXPERIMENTS

@@ -44,11 +44,6 @@ class SweepVerb(PromptVerb):
         """The options but for those that say where the work is done: a repetition does it anew."""
         return {name: value for name, value in super().settings.items() if name not in ("parts", "workers")}
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether what an interrupted command did is kept."""
-        return self.parts is not None or self.workers != Workers()
-
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         count = self.workers.jobs

@@ -54,11 +54,6 @@ class Tune(PromptVerb):
         default = Tune(preset=preset, config=TuneConfig.preset(preset, method=self.config.method))
         return tyro.cli(Tune, args=arguments, default=default, prog="align-circuits tune")
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether what an interrupted command did is kept."""
-        return True
-
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         naming = self.heads and self.config.method == "ica"

@@ -18,12 +18,12 @@ from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site, is_pattern, name_of
 from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.parameters import model_identity, provenance_of
-from align_circuits.prompts.partners import next_unrelated
 from align_circuits.prompts.prompts import Prompts, TokenKind
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import BOTH, Metric, TargetMetrics, by_kind
 from align_circuits.tables.tables import Table
+from align_circuits.tasks.partners import next_unrelated
 
 How = Literal["zero", "mean", "resample"]
 

@@ -109,10 +109,8 @@ def ablation(how: How, model: HookedModel, pair: Pair) -> Grid:
 
 def patching(direction: Direction, model: HookedModel, pair: Pair) -> Grid:
     """Scores heads by patching each alone between the two runs (`patch_heads`)."""
-    table = patch_heads(
-        model, replace(pair, metric=pair.metric or "log_prob", kind=pair.kind or "all", direction=direction)
-    )
-    return table.to_array(_metric_of(pair)) * (1 if direction == "denoise" else -1)
+    chosen = replace(pair, metric=pair.metric or "log_prob", kind=pair.kind or "all", direction=direction)
+    return patch_heads(model, chosen).to_array(_metric_of(pair)) * (1 if direction == "denoise" else -1)
 
 
 def direct_effect(model: HookedModel, pair: Pair) -> Grid:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, get_args
 import torch
 
 from align_circuits.checks import WrongArgument
-from align_circuits.prompts.partners import next_unrelated
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.tasks.partners import next_unrelated
 
 TOKEN_ROLES: Mapping[str, str] = {
     "induction": "attends to the tokens that followed earlier copies of its token",

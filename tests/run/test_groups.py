@@ -11,10 +11,10 @@ import torch
 import align_circuits as ac
 from align_circuits.circuits.faithful import faithfulness
 from align_circuits.heads.permutation_tests import p_values, smallest_p_values
-from align_circuits.prompts.partners import next_unrelated
 from align_circuits.run.pairs import Pair
 from align_circuits.tables import intervals as stats
 from align_circuits.tasks.own_prompts import as_task
+from align_circuits.tasks.partners import next_unrelated
 
 GROUPS = ["a", "b", "a", "c", "b", "d", "a", "e"]
 

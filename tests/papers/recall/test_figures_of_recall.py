@@ -183,7 +183,7 @@ def test_values_seen_and_subjects_are_credited_only_where_they_matter():
                 pd.DataFrame(
                     {"seed": seed, "match": what, "value": 0.9 if m == 8 and "another" not in what else 0.1}
                     for seed in range(3)
-                    for what in ("f_subj", "f_rel", "f_subj of another", "f_rel of another")
+                    for what in ("f_subj, centred", "f_rel", "f_subj, centred, of another", "f_rel of another")
                 ).assign(step=0, probe="cosine", n_subjects=m, n=1),
             ]
         )
