@@ -219,7 +219,7 @@ def test_effects_of_a_long_rope_are_estimated_on_whole_prompts():
             ac.patch_heads(model, pair, sites=[site], screen=0.01, options=ac.RunOptions(engine=engine)).frame["value"]
             for engine in ("auto", "reference")
         ]
-        np.testing.assert_allclose(*estimates, atol=1e-4)
+        np.testing.assert_allclose(estimates[0], estimates[1], atol=1e-4)
 
 
 def test_direct_effects_of_an_adapter_of_the_output_matrix_are_those_of_merged_weights():

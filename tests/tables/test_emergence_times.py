@@ -155,4 +155,4 @@ def test_a_metric_that_is_nowhere_defined_emerges_nowhere():
     ]
     table = Table(pd.DataFrame(rows).assign(low=math.nan, high=math.nan, n=1), Provenance("test"))
     frame = emergence_step([table, table], "m", best=True).frame
-    assert frame.set_index("measure")["value"].tolist()[1] == 0 and math.isnan(frame["value"][0])
+    assert frame.set_index("measure")["value"].tolist()[1] == 0 and math.isnan(float(frame["value"].iloc[0]))
