@@ -9,6 +9,7 @@ import html
 import json
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -24,6 +25,7 @@ import plotly.graph_objects as go
 from align_circuits.cli.experiments_list import told
 from align_circuits.papers.claims import Check, Verdict
 from align_circuits.papers.experiments import EXPERIMENTS
+from align_circuits.papers.icatune.tuned_models import SAME_RECIPE
 from align_circuits.papers.statistics import Measured, over_seeds, share_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
@@ -221,8 +223,11 @@ class Kept:
         if self.shown.measured.exact:
             return "exact"
         config = self.table.provenance.settings.get("config") or {}
-        arms = [arm["seeds"] for arm in config.get("arms", ())]
-        seeds = max(map(len, arms), default=self.table.frame["seed"].nunique() if "seed" in self.table.frame else 0)
+        recipes: Counter[str] = Counter()
+        for arm in config.get("arms", ()):
+            recipes[SAME_RECIPE.get(arm["name"], arm["name"])] += len(arm["seeds"])
+        alone = self.table.frame["seed"].nunique() if "seed" in self.table.frame else 0
+        seeds = max(recipes.values(), default=alone)
         prompts = config.get("n", int(self.table.frame["n"].max()))
         return _many(seeds, "seed") if seeds else _many(prompts, "prompt")
 
