@@ -96,12 +96,12 @@ def baselines_in_words(localization: Localization) -> dict[str, str]:
     if baselines is None:
         return {}
     among = " among all tokens" if localization.chooses else ""
-    tested = f" ({len(localization.prompts)} test prompts)"
-    names = {"accuracy": f"accuracy{among}{tested}", "log_prob": f"log-probability (nats){tested}"}
+    tested = f"{len(localization.prompts)} test prompts"
+    names = {"accuracy": f"accuracy{among} ({tested})", "log_prob": f"log-probability (nats, {tested})"}
     lines = {}
     if localization.chooses:
         intact = formatted([localization.intact[number] for number in ("value", "low", "high")], "accuracy")
-        lines[f"accuracy between the two answers{tested}"] = f"{CLEAN} {intact}, a guess 0.50"
+        lines[f"accuracy between the two answers ({tested})"] = f"{CLEAN} {intact}, a guess 0.50"
     for metric, name in names.items():
         rows = baselines.where(kind="all", metric=metric).frame.set_index("run")
         runs = [run for run in (CLEAN, CORRUPTED) if run in rows.index]
@@ -334,11 +334,11 @@ def unnamed_table(localization: Localization) -> Html:
                 name for name, holds in (("effect", unnamed.large), ("score", unnamed.high)) if holds
             )
             or "best of its role",
-            "role, and failed tests": unnamed.why,
             "score": f"{unnamed.score:.2f}",
             "gain by patching (nats)": formatted((unnamed.effect, *unnamed.interval), "denoising")
             + (" (estimated)" if unnamed.estimated else ""),
             "share of the difference clean - corrupted": formatted((unnamed.share, np.nan, np.nan), "share"),
+            "role, and failed tests": unnamed.why,  # last, since it is wide: a phone shows the effect beside the head
         }
         for unnamed in localization.unnamed
     ]
