@@ -1,12 +1,12 @@
 """What `localize` says of models made to deceive it, beside circuits that it must find.
 
 In a family of nulls no head has the role that its scores may suggest: heads that prefer tokens, places or the latest
-candidate; attention that was frozen at random while the rest was trained; circuits whose heads write nothing, or whose
-prompts follow another alignment; random weights; heads that copy whatever they attend to; MLPs that solve the task
-alone; decoys that attend rightly and write noise. Counted are the models with a false name, the p-values up to .05 of
-heads whose attention has no role, and the share of true heads that are named, also as without a correction for the
-causal test ("before"). In noisy circuits of the zoo names are also counted as with the correction over all candidates,
-those too that had no effect on the prompts that choose ("unfiltered").
+candidate, also on groups of related prompts; attention that was frozen at random while the rest was trained; circuits
+whose heads write nothing, or whose prompts follow another alignment; random weights; heads that copy whatever they
+attend to; MLPs that solve the task alone; decoys that attend rightly and write noise. Counted are the models with a
+false name, the p-values up to .05 of heads whose attention has no role, and the share of true heads that are named,
+also as without a correction for the causal test ("before"). In noisy circuits of the zoo names are also counted as with
+the correction over all candidates, those too that had no effect on the prompts that choose ("unfiltered").
 
     python benchmarks/adversaries.py [--models 60] [--first 0] [--families NAME ...] [--quick] [--rows FOLDER]
         [--out FILE]
@@ -117,18 +117,24 @@ def attending(seed: int, tokens: float, pairs: float, places: float, late: float
     return model.eval()
 
 
-def two_names(seed: int, recent: float = 0.5, n: int = 64) -> Prompts:
-    """Texts with two letters in random places, of which one is the key: with probability `recent` the later one."""
+def two_names(seed: int, recent: float = 0.5, n: int = 64, related: int = 1) -> Prompts:
+    """Texts with two letters in random places, of which one is the key: with probability `recent` the later one.
+
+    So many texts each are a group: with the same letters in the same order, and the same key.
+    """
     generator = np.random.default_rng(seed)
-    texts, keys, others = [], [], []
-    for _ in range(n):
-        names = generator.permutation(list(LETTERS))[:2]
+    texts, keys, others, names, key = [], [], [], np.empty(0, str), 0
+    for number in range(n):
+        if number % related == 0:
+            names, key = generator.permutation(list(LETTERS))[:2], -1
         filler = "".join(generator.choice(list("klmnop"), 6 + generator.integers(3)))
         texts.append(f"{filler[:2]}{names[0]}{filler[2:4]}{names[1]}{filler[4:]}")
-        key = int(generator.random() < recent)
+        key = int(generator.random() < recent) if key < 0 else key
         keys.append(str(names[key]))
         others.append(str(names[1 - key]))
-    prompts = Prompts.from_texts(texts, TOKENIZER, answer=keys, positions={"right": keys, "wrong": others})
+    groups = None if related == 1 else [number // related for number in range(n)]
+    places = {"right": keys, "wrong": others}
+    prompts = Prompts.from_texts(texts, TOKENIZER, answer=keys, positions=places, groups=groups)
     own = Relation.from_positions("END", "right", prompts=prompts, candidates=["right", "wrong"])
     return prompts.with_relations(chosen=own)
 
@@ -291,6 +297,9 @@ FAMILIES: dict[str, Family] = {
         lambda seed: Case(attending(seed, 0.5, 0, 0, (0.05, 0.2, 1)[seed % 3]), some_task(seed, 0.7)), True
     ),
     "own relation": Family(lambda seed: Case(attending(seed, (1, 2, 3)[seed % 3], 0, seed % 2), two_names(seed)), True),
+    "related prompts": Family(
+        lambda seed: Case(attending(seed, (1, 2, 3)[seed % 3], 0, 0), two_names(seed, related=(4, 8)[seed % 2])), True
+    ),
     "frozen random attention": Family(frozen_attention, True),
     "silenced circuits": Family(silenced),
     "another alignment": Family(of_another_alignment),
@@ -337,7 +346,7 @@ def measured(family: str, seed: int) -> dict[str, Any]:
     frame: Any = found.table.where(metric="p").frame
     p = {role: [float(p) for p in part["value"]] for role, part in frame.groupby("role")}
     if FAMILIES[family].uniform and ROLE in found.heads_by_role:
-        by = "position" if found.prompts.mask.all() else None
+        by = "position" if found.prompts.of_one_length else None
         where = previous_where_heads_matter(case.model, found.prompts, heads_of(case.model.cfg), by=by)
         p[WEIGHTED] = [*where.p.values()]
     return {
