@@ -49,8 +49,8 @@ def ablate_heads(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets.
-        how: `"mean"` over tokens of the same group, `"resample"` from another prompt, not of its group and not equal where
-            at most half of all are, or `"zero"`.
+        how: `"mean"` over tokens of the same group, `"resample"` from another prompt (an unrelated one, where at most
+            half of all are related), or `"zero"`.
         heads: Which heads, as `(2, 3)` or `"L2H3"`; all by default.
         baseline: The prompts whose activations replace those of the head; by default `prompts`.
         by: With `"mean"`: which tokens are a group, as for `ablation_baseline`.
