@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
+from jupyter_cache import get_cache
+
 FOLDERS = ("align_circuits", "hooks", "benchmarks/validation", "benchmarks/beyond", "docs/results")
 """What pages import and read: the package and its data, what validates it and goes beyond it, the kept results."""
 
@@ -62,6 +64,7 @@ def cache_folder(root: Path) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "align_circuits" / "pages"
     folder = home / state(root)
     folder.mkdir(parents=True, exist_ok=True)
+    _ = get_cache(folder).db  # makes its tables, which two processes that read pages would else make at once
     os.utime(folder)
     for old in sorted(home.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
