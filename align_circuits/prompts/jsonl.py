@@ -27,11 +27,11 @@ _TYPES |= {"group": (str | int | float, "a string or a number")}
 _RELATION = {"query", "keys", "candidates"}
 
 
-def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
+def read_jsonl(path: str | Path, *, quiet: bool = False) -> tuple[dict[str, list[Any]], list[int]]:
     """Returns the lines of a file as columns, by the keys of `SCHEMA`, and their numbers from 1.
 
-    Empty lines are left out. Lines with the same text are one group, where the file has none of its own; a warning says
-    so.
+    Empty lines are left out. Lines with the same text are one group, where the file has none of its own, and a warning
+    says so, unless it is to be `quiet`.
 
     Raises:
         ValueError: No such file, a line that is no JSON object, an unknown key, or a key that only some lines have.
@@ -82,12 +82,10 @@ def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
     begins = dict(reversed([*zip(columns["text"], numbers, strict=True)]))
     if "group" not in columns and (again := [n for n in numbers if n not in begins.values()]):
         columns["group"] = [begins[text] for text in columns["text"]]
-        others = f" and {len(again) - 1} more lines" if len(again) > 1 else ""
-        warnings.warn(
-            f"{str(path)!r}: line {again[0]}{others} repeat an earlier text; lines with the same text count as one "
-            "group, since they are no independent evidence",
-            stacklevel=2,
-        )
+        others = f"line {again[0]} repeats" if len(again) == 1 else f"{len(again)} lines, the first {again[0]}, repeat"
+        why = "lines with the same text count as one group, since they are no independent evidence"
+        if not quiet:
+            warnings.warn(f"{str(path)!r}: {others} an earlier text; {why}", stacklevel=2)
     return columns, numbers
 
 
