@@ -190,13 +190,8 @@ def _independent(name: str, prompts: Prompts) -> Int[Tensor, " prompt"]:
     at_once = name in _ALIGNMENTS or name == "previous" or redraws_tokens(prompts, name)
     if prompts.group is None or at_once:
         return torch.arange(len(prompts))
-    _, group = prompts.group.unique(return_inverse=True)
-    return (
-        torch.full((int(group.max()) + 1,), len(prompts))
-        .scatter_reduce(0, group, torch.arange(len(prompts)), "amin")
-        .sort()
-        .values
-    )
+    _, first = np.unique(prompts.group.numpy(), return_index=True)
+    return torch.from_numpy(np.sort(first))
 
 
 def _can_be_tested(name: str, prompts: Prompts) -> bool:
