@@ -65,6 +65,9 @@ OTHERS = {
 RESUMED = ("tune", "pretrain", "reproduce", "benchmark", "each")
 """The verbs that go on from where they were interrupted; sweeps do so if they keep parts."""
 
+ANEW = "nothing is kept, and the same command begins anew"
+"""What an interrupt leaves of all other verbs."""
+
 
 def verb_class(name: str) -> type[Any]:
     """Returns the class of a verb, a subclass of `Verb`."""
@@ -85,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _main(arguments)
         except KeyboardInterrupt:  # also while libraries are imported
-            return _interrupted()
+            return _interrupted(ANEW)
         finally:
             out.flush()  # here, where a closed pipe is no error, and not when the interpreter ends
             err.flush()
@@ -136,8 +139,10 @@ def _main(arguments: Sequence[str]) -> int:
             complaint = verb(results)
     except KeyboardInterrupt:
         workers, parts = (getattr(verb, option, None) for option in ("workers", "parts"))
-        kept = name in RESUMED or parts is not None or (workers is not None and workers != type(workers)())
-        return _interrupted(folder if kept else None)
+        if name in RESUMED and folder is not None:
+            return _interrupted(f"--out {folder} goes on from here")
+        shared = parts is not None or (workers is not None and workers != type(workers)())
+        return _interrupted("the same command goes on from the parts that are kept" if shared else ANEW)
     except (ValueError, KeyError, FloatingPointError, ImportError, WrongArgument) as error:
         return _refuse(in_options(str(error.args[0] if error.args else error), type(verb)))
     except (OSError, SafetensorError) as error:  # such as a full disk; both write files
@@ -354,10 +359,9 @@ def _in_a_sentence(verb: type[Any], error: str) -> str:
     return f"{name} takes {' '.join(paths)}; {said}" if len(paths) > 1 else said
 
 
-def _interrupted(folder: Path | None = None) -> int:
-    """Says what an interrupt leaves: `folder` is where the same command goes on, None where it begins anew."""
-    anew = "nothing is kept, and the same command begins anew"
-    _refuse(f"interrupted: no results were written; {anew if folder is None else f'--out {folder} goes on from here'}")
+def _interrupted(left: str) -> int:
+    """Says what an interrupt leaves, and returns its exit status."""
+    _refuse(f"interrupted: no results were written; {left}")
     return 130
 
 
