@@ -698,7 +698,7 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     assert re.search(r"搬运🙂 +L\dH\d", printed) and "Highest scores: 搬运🙂 L" in shown, "own relations come first"
     assert "The relation 搬运🙂: a query" in shown and "symbol" not in shown
     assert "not named, and the tests that failed" in printed and re.search(
-        r"accuracy among all tokens: clean 0\.\d\d .*corrupted", printed
+        r"accuracy among all tokens \(4 test prompts\): clean 0\.\d\d .*corrupted", printed
     )
     capsys.readouterr()
     assert main(["evaluate", *common, "--n", "4", "--out", str(tmp_path / "evaluate")]) == 0
