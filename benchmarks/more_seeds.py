@@ -1,0 +1,113 @@
+"""Measures what a kept table lacks of its registered scale, such as seeds that were added later, and joins both.
+
+    python benchmarks/more_seeds.py recall/heads paper-long --out runs/more
+    python benchmarks/more_seeds.py icatune/fig4 smollm2 --model smollm2 --anew arm="larger steps" --out runs/more
+
+The config is the one that stands in the code, so that nothing is measured that was not registered. Rows of other jobs
+stay as they were kept, to the last digit. The joined table goes to OUT/joined; the provenance of the kept one stands
+there under `data`. Repeat the command to resume.
+"""
+
+import argparse
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool
+from numpy import ndarray
+
+from align_circuits.papers.experiments import EXPERIMENTS
+from align_circuits.papers.lab import Inputs, Measurement, Study
+from align_circuits.tables.tables import Table
+
+RESULTS = Path(__file__).parents[1] / "docs/results"
+
+Keys = tuple[tuple[str, Any], ...]
+"""The key columns of a job and its seed, with their values, by name."""
+
+
+def keys_of(each: Measurement) -> Keys:
+    """Returns what tells the rows of a job from others."""
+    return tuple(sorted({**each.keys, **each.job.seeded}.items()))
+
+
+def rows_of(frame: Any, keys: Mapping[str, Any]) -> Bool[ndarray, " row"]:
+    """Returns which rows have the values of some key columns."""
+    return np.logical_and.reduce(
+        [frame[name].eq(value).fillna(value=False).to_numpy(bool) for name, value in keys.items()]
+    )
+
+
+def lacking(study: Study, config: Any, inputs: Inputs, kept: Any, anew: Collection[tuple[str, str]]) -> set[Keys]:
+    """Returns the keys of the jobs of a config of which a table has no row, or such as are measured anew.
+
+    Args:
+        study: Whose jobs they are.
+        config: One of its scales.
+        inputs: What it is given.
+        kept: The rows that there are.
+        anew: Key columns and values; a job that has one of them is measured anew.
+    """
+    jobs = {keys_of(each) for each in (*study.train(config, inputs), *study.jobs(config, inputs))}
+    return {keys for keys in jobs if {*anew} & {*keys} or not rows_of(kept, dict(keys)).any()}
+
+
+def only(jobs: Callable[[Any, Inputs], Sequence[Measurement]], wanted: set[Keys]) -> Any:
+    """Returns a function as `Study.jobs` that leaves out the others."""
+    return lambda config, inputs: [each for each in jobs(config, inputs) if keys_of(each) in wanted]
+
+
+def joined(kept: Table, more: Table, measured: set[Keys]) -> Table:
+    """Returns the rows of two tables of a study; of the kept ones without those of jobs that were measured since.
+
+    Raises:
+        ValueError: The models differ, or a row that is over seeds rests on seeds of both tables.
+    """
+    if kept.provenance.model != more.provenance.model:
+        raise ValueError(f"other models: {kept.provenance.model} in the kept table, {more.provenance.model} here")
+    frame: Any = kept.frame
+    own = [dict(keys) for keys in measured]
+    stale = np.logical_or.reduce([rows_of(frame, keys) for keys in own])
+    for keys in own:
+        of_all = rows_of(frame, {name: value for name, value in keys.items() if name != "seed"})
+        over_seeds = of_all & frame["seed"].isna().to_numpy(bool)
+        if over_seeds.any() and (of_all & ~over_seeds & ~stale).any():
+            raise ValueError(f"{keys}: there are rows over its seed and over others; measure all of them anew")
+        stale |= over_seeds
+    before = {"settings": kept.provenance.settings, "versions": kept.provenance.versions}
+    provenance = replace(more.provenance, data={"joined to": before})
+    return Table(pd.concat([frame[~stale], more.frame], ignore_index=True), provenance)
+
+
+def main() -> None:
+    """Runs the jobs that are lacking, and writes the joined table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="an experiment, such as recall/heads")
+    parser.add_argument("scale", help="one that is kept in docs/results")
+    parser.add_argument("--model", nargs="*", default=[], help="what `reproduce` is given")
+    parser.add_argument("--anew", nargs="*", default=[], help="COLUMN=VALUE: measure these again, though they are kept")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes")
+    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    options = parser.parse_args()
+    experiment = EXPERIMENTS[options.name]
+    config, study = experiment.scales[options.scale], experiment.study
+    kept = Table.load(RESULTS / study.name.replace("/", "-") / options.scale)
+    anew = [(name, value) for name, _, value in (each.partition("=") for each in options.anew)]
+    known = Inputs({model: {"weights": ""} for model in options.model}, "")  # only the keys of jobs are read
+    wanted = lacking(study, config, known, kept.frame, anew)
+    print(f"{options.name} {options.scale}: {len(wanted)} jobs to measure")
+    rest = replace(study, jobs=only(study.jobs, wanted), train=only(study.train, wanted))
+    more = rest.run(config, models=options.model, jobs=options.jobs, folder=options.out)
+    table = joined(kept, more, wanted)
+    settings = {"name": options.name, "scale": options.scale, "models": options.model, **more.provenance.settings}
+    provenance = replace(table.provenance, verb="reproduce", settings=settings)
+    replace(table, provenance=provenance).save(options.out / "joined", compress=True)
+    for check in experiment.check(table):
+        print(f"{check.verdict:14} {check.claim}: {check.measured}, needed {check.relation} {check.threshold:g}")
+
+
+if __name__ == "__main__":
+    main()
