@@ -1,12 +1,12 @@
 """Prompts as JSON lines: what a line may hold, and what is wrong with one that does not."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 from align_circuits.jobs.files import is_path
 from align_circuits.jobs.similar_names import did_you_mean
+from align_circuits.prompts.texts import groups_of_equal
 
 SCHEMA = {
     "text": "the prompt, without its answer (required)",
@@ -79,13 +79,10 @@ def read_jsonl(path: str | Path, *, quiet: bool = False) -> tuple[dict[str, list
         if key in first and needed not in first:
             raise ValueError(f"{str(path)!r} has the key {key!r} without {needed!r}: give each line {needed!r} too")
     columns, numbers = {key: [record[key] for record in records.values()] for key in first}, [*records]
-    begins = dict(reversed([*zip(columns["text"], numbers, strict=True)]))
-    if "group" not in columns and (again := [n for n in numbers if n not in begins.values()]):
-        columns["group"] = [begins[text] for text in columns["text"]]
-        others = f"line {again[0]} repeats" if len(again) == 1 else f"{len(again)} lines, the first {again[0]}, repeat"
-        why = "lines with the same text count as one group, since they are no independent evidence"
-        if not quiet:
-            warnings.warn(f"{str(path)!r}: {others} an earlier text; {why}", stacklevel=2)
+    if "group" not in columns:
+        names = [f"line {number}" for number in numbers]
+        if groups := groups_of_equal(columns["text"], names, where=f"{str(path)!r}: ", quiet=quiet):
+            columns["group"] = groups
     return columns, numbers
 
 

@@ -32,6 +32,7 @@ from align_circuits.prompts.texts import (
     Place,
     TokenizedText,
     check_aligned,
+    groups_of_equal,
     in_characters,
     joined,
     text_of_token,
@@ -568,7 +569,7 @@ class Prompts:
                 occurrence)` counted from 0 where it occurs several times, or the index of a token, where 0 is the BOS
                 token if there is one. `"END"` is the last token of the text if there are answers.
             groups: Which prompts are related, in any values; `localize` keeps related prompts in one half, and
-                intervals are over groups.
+                intervals are over groups. By default equal texts are one group, and a warning says so.
 
         Raises:
             TypeError: Texts that are no list of strings, or no tokenizer.
@@ -582,12 +583,14 @@ class Prompts:
         >>> prompts.targets["token"].tolist() == prompts.tokens[:, 1].tolist()
         True
         """
-        return cls._of_texts(tokenize(texts, tokenizer, answer, wrong, positions), tokenizer, groups)
+        names = [f"text {index}" for index in range(len(texts))]
+        return cls._of_texts(tokenize(texts, tokenizer, answer, wrong, positions, names), tokenizer, groups, names)
 
     @classmethod
     def _of_texts(
-        cls, tokenized: Sequence[TokenizedText], tokenizer: Any, groups: Sequence[Hashable] | None
+        cls, tokenized: Sequence[TokenizedText], tokenizer: Any, groups: Sequence[Hashable] | None, names: Sequence[str]
     ) -> "Prompts":
+        groups = groups_of_equal([text.text for text in tokenized], names) if groups is None else groups
         prompts = cls.from_tokens([text.ids for text in tokenized], tokenizer=tokenizer)
         start = prompts.mask.int().argmax(1)  # prompts are padded on the left
         begins = prompts.tokens == (-1 if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
@@ -644,7 +647,7 @@ class Prompts:
                 needs them. The corrupted prompt goes on with the clean answer, so what is right behind its first token
                 is known only as long as both answers are alike.
             positions: Places by name in the clean texts, as for `from_texts`.
-            groups: Which pairs are related.
+            groups: Which pairs are related; by default those with equal clean texts.
 
         Raises:
             TypeError: As `from_texts` does.
@@ -681,7 +684,7 @@ class Prompts:
         for name, (text, _, ids) in zip(names, pairs, strict=True):
             check_aligned(name, text, ids, tokenizer, uneven[1:])
         warn_of_far_pairs(names, [(text.ids[: text.n_text], ids) for text, _, ids in pairs])
-        prompts = cls._of_texts(tokenized, tokenizer, groups)
+        prompts = cls._of_texts(tokenized, tokenizer, groups, names)
         inputs, own_correct = prompts.inputs.clone(), None
         for row, (text, _, ids) in enumerate(pairs):
             first = prompts.inputs.shape[1] - len(text.ids)
@@ -734,7 +737,7 @@ class Prompts:
         try:
             tokenized = tokenize(columns["text"], tokenizer, answer, wrong, named, names)
             if partner_texts is None or not with_corrupted:
-                clean, corrupted = cls._of_texts(tokenized, tokenizer, group), None
+                clean, corrupted = cls._of_texts(tokenized, tokenizer, group, names), None
             else:
                 own_answer = columns.get("corrupted_answer")
                 partners = tokenize(partner_texts, tokenizer, own_answer, None, None, _corrupted(names))

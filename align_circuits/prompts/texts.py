@@ -9,6 +9,8 @@ from difflib import SequenceMatcher
 from operator import ne
 from typing import Any
 
+import pandas as pd
+
 END = "END"
 """The name of the position that predicts the first token of the answer: the last token of the text."""
 
@@ -36,17 +38,37 @@ class TokenizedText:
     """Named positions, as indices of `ids`."""
 
 
+def groups_of_equal(
+    texts: Sequence[str], names: Sequence[str], *, where: str = "", quiet: bool = False
+) -> list[int] | None:
+    """Returns a group for each text, the same for equal ones; None where all differ.
+
+    Warns of them, unless `quiet`: it begins with `where`, and calls each text by one of `names`.
+    """
+    groups, different = pd.factorize(pd.Series(texts))
+    again = len(texts) - len(different)
+    if again and not quiet:
+        first = names[int(pd.Series(texts).duplicated().to_numpy().argmax())]
+        repeat = (
+            f"{first} repeats an earlier text" if again == 1 else f"{again} texts repeat earlier ones, first {first}"
+        )
+        warnings.warn(
+            f"{where}{repeat}; equal texts count as one group, since they are no independent evidence", stacklevel=3
+        )
+    return groups.tolist() if again else None
+
+
 def tokenize(
     texts: Sequence[str],
     tokenizer: Any,
     answer: Sequence[str] | None,
     wrong: Sequence[str] | None,
     positions: Mapping[str, Place | Sequence[Place]] | None,
-    names: Sequence[str] | None = None,
+    names: Sequence[str],
 ) -> list[TokenizedText]:
     """Returns texts as token ids, with the special tokens that the tokenizer adds by itself.
 
-    Messages call the texts by `names`, such as `"line 3"` of a file; by default by their index, `"text 2"`.
+    Messages call the texts by `names`, such as `"line 3"` of a file.
 
     Raises:
         ValueError: Lists of different lengths, an answer that does not begin at a token of its own, a wrong answer that
@@ -57,7 +79,6 @@ def tokenize(
     """
     if not texts:
         raise ValueError("no texts: give at least one")
-    names = names or [f"text {index}" for index in range(len(texts))]
     if wrong is not None and answer is None:
         raise ValueError("wrong answers without answers: give answer= too")
     columns = {"answer": answer, "wrong": wrong}

@@ -231,6 +231,19 @@ def test_pairs_are_halves_with_the_clean_targets():
     assert torch.equal(plain.inputs[:, 1:3].flip(1), other.inputs[:, 1:3])
 
 
+def test_equal_texts_are_one_group_unless_groups_are_given():
+    texts, answers = ["ab:", "cd:", "ab:"], ["a", "c", "a"]
+    with pytest.warns(UserWarning, match="^text 2 repeats an earlier text; equal texts count as one group"):
+        prompts = Prompts.from_texts(texts, TOKENIZER, answer=answers)
+    assert prompts.group is not None and prompts.group.tolist() == [0, 1, 0]
+    with pytest.warns(UserWarning, match="^2 texts repeat earlier ones, first pair 1; equal texts"):
+        clean, corrupted = Prompts.from_pairs(["ab:"] * 3, ["ba:", "cb:", "bc:"], TOKENIZER, answer=["a", "a", "b"])
+    assert clean.n_groups == corrupted.n_groups == 1
+    own = Prompts.from_texts(texts, TOKENIZER, answer=answers, groups=["x", "y", "z"])
+    assert own.n_groups == 3, "what the user says of them stands"
+    assert Prompts.from_texts(texts[:2], TOKENIZER, answer=answers[:2]).group is None
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
 def test_what_is_right_behind_the_clean_answer_is_known_while_both_agree(rows):
@@ -240,6 +253,7 @@ def test_what_is_right_behind_the_clean_answer_is_known_while_both_agree(rows):
         TOKENIZER,
         answer=[answer for answer, _ in rows],
         corrupted_answer=[own for _, own in rows],
+        groups=[*range(len(rows))],  # none is to be warned of
     )
     expected = []
     for answer, own in rows:
@@ -298,7 +312,7 @@ def test_pairs_that_are_refused(byte_bpe_tokenizer):
     long = TokenizedText("", drawn, 240, [], {})
     message = r"pair 3: at token 100 the clean text has '' \(0 tokens\) and .* \(1 token\)"
     refused(message, check_aligned, "pair 3", long, [*drawn[:100], 30, *drawn[100:]], byte_bpe_tokenizer)
-    (text,) = tokenize(["the cat"], byte_bpe_tokenizer, None, None, None)
+    (text,) = tokenize(["the cat"], byte_bpe_tokenizer, None, None, None, ["text 0"])
     check_aligned("pair 0", text, text.ids, byte_bpe_tokenizer)
 
 
