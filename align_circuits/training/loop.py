@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from tqdm import tqdm
 
 from align_circuits.hooks.compat import bridges, model_state
+from align_circuits.hooks.compat.stored_weights import has_fast_bfloat16
 from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.jobs.checkpoint_files import Checkpoint, load_checkpoint, run_folder, save_checkpoint
 from align_circuits.jobs.identity import identity_of
@@ -219,6 +221,12 @@ def train(
         )
 
         steps = range(max(1, first_step), config.steps + 1)
+        if steps and config.precision == "bf16" and not has_fast_bfloat16(device):
+            warnings.warn(
+                "precision='bf16' on a processor without instructions for bfloat16: steps take some thirty times as "
+                "long as in 'fp32'; stop, and train with precision='fp32' or on a GPU",
+                stacklevel=2,
+            )
         # Closed also after an error, or its threads would draw on.
         batches = stack.enter_context(closing(_batches(sample, seed, steps, ahead)))
         for step in range(first_step, config.steps + 1):
