@@ -4,8 +4,8 @@
     python benchmarks/more_seeds.py icatune/fig4 smollm2 --model smollm2 --anew arm="larger steps" --out runs/more
 
 The config is the one that stands in the code, so that nothing is measured that was not registered. Rows of other jobs
-stay as they were kept, to the last digit. The joined table goes to OUT/joined; the provenance of the kept one stands
-there under `data`. Repeat the command to resume.
+stay as they were kept, to the last digit. The joined table goes to OUT/joined; the provenance of the kept one, and how
+many jobs are still lacking, stand there under `data`. Repeat the command to resume.
 """
 
 import argparse
@@ -35,24 +35,28 @@ def keys_of(each: Measurement) -> Keys:
 
 
 def rows_of(frame: Any, keys: Mapping[str, Any]) -> Bool[ndarray, " row"]:
-    """Returns which rows have the values of some key columns."""
-    return np.logical_and.reduce(
-        [frame[name].eq(value).fillna(value=False).to_numpy(bool) for name, value in keys.items()]
-    )
+    """Returns which rows have the values of some key columns, as far as there are such columns."""
+    have = [frame[name].eq(value).fillna(value=False) for name, value in keys.items() if name in frame]
+    return np.logical_and.reduce([each.to_numpy(bool) for each in have], initial=True)
 
 
-def lacking(study: Study, config: Any, inputs: Inputs, kept: Any, anew: Collection[tuple[str, str]]) -> set[Keys]:
-    """Returns the keys of the jobs of a config of which a table has no row, or such as are measured anew.
+def has_one(keys: Keys, named: Collection[str]) -> bool:
+    """Returns whether a job has one of several values, each as `"COLUMN=VALUE"`."""
+    return any(f"{name}={value}" in named for name, value in keys)
+
+
+def lacking(study: Study, config: Any, inputs: Inputs, kept: Any, anew: Collection[str] = ()) -> set[Keys]:
+    """Returns the keys of the jobs of a config of which a table has no row, or that have one of the values of `anew`.
 
     Args:
         study: Whose jobs they are.
         config: One of its scales.
         inputs: What it is given.
         kept: The rows that there are.
-        anew: Key columns and values; a job that has one of them is measured anew.
+        anew: As for `has_one`.
     """
     jobs = {keys_of(each) for each in (*study.train(config, inputs), *study.jobs(config, inputs))}
-    return {keys for keys in jobs if {*anew} & {*keys} or not rows_of(kept, dict(keys)).any()}
+    return {keys for keys in jobs if has_one(keys, anew) or not rows_of(kept, dict(keys)).any()}
 
 
 def only(jobs: Callable[[Any, Inputs], Sequence[Measurement]], wanted: set[Keys]) -> Any:
@@ -89,21 +93,25 @@ def main() -> None:
     parser.add_argument("scale", help="one that is kept in docs/results")
     parser.add_argument("--model", nargs="*", default=[], help="what `reproduce` is given")
     parser.add_argument("--anew", nargs="*", default=[], help="COLUMN=VALUE: measure these again, though they are kept")
+    parser.add_argument("--only", nargs="*", default=[], help="COLUMN=VALUE: measure no others now")
     parser.add_argument("--jobs", type=int, default=1, help="how many processes")
     parser.add_argument("--out", type=Path, required=True, help="a folder")
     options = parser.parse_args()
     experiment = EXPERIMENTS[options.name]
     config, study = experiment.scales[options.scale], experiment.study
     kept = Table.load(RESULTS / study.name.replace("/", "-") / options.scale)
-    anew = [(name, value) for name, _, value in (each.partition("=") for each in options.anew)]
     known = Inputs({model: {"weights": ""} for model in options.model}, "")  # only the keys of jobs are read
-    wanted = lacking(study, config, known, kept.frame, anew)
-    print(f"{options.name} {options.scale}: {len(wanted)} jobs to measure")
+    asked = lacking(study, config, known, kept.frame, options.anew)
+    wanted = {keys for keys in asked if not options.only or has_one(keys, options.only)}
+    print(f"{options.name} {options.scale}: {len(wanted)} jobs to measure of {len(asked)} that are lacking")
+    if not wanted:
+        return
     rest = replace(study, jobs=only(study.jobs, wanted), train=only(study.train, wanted))
     more = rest.run(config, models=options.model, jobs=options.jobs, folder=options.out)
     table = joined(kept, more, wanted)
     settings = {"name": options.name, "scale": options.scale, "models": options.model, **more.provenance.settings}
-    provenance = replace(table.provenance, verb="reproduce", settings=settings)
+    data = {**table.provenance.data, "jobs still lacking": len(asked) - len(wanted)}
+    provenance = replace(table.provenance, verb="reproduce", settings=settings, data=data)
     replace(table, provenance=provenance).save(options.out / "joined", compress=True)
     for check in experiment.check(table):
         print(f"{check.verdict:14} {check.claim}: {check.measured}, needed {check.relation} {check.threshold:g}")

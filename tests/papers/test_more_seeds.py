@@ -42,7 +42,13 @@ def test_only_what_is_lacking_is_measured(more_seeds):
 
     assert wanted((0,)) == []
     assert wanted((0, 1, 2)) == [("a", 2), ("b", 1), ("b", 2)]
-    assert wanted((0, 1), ("arm", "a")) == [("a", 0), ("a", 1), ("b", 1)]
+    assert wanted((0, 1), "arm=a") == [("a", 0), ("a", 1), ("b", 1)]
+
+
+def test_seeds_are_named_as_they_are_printed(more_seeds):
+    keys = (("arm", "larger steps"), ("seed", 12))
+    assert more_seeds.has_one(keys, ["seed=12"]) and more_seeds.has_one(keys, ["seed=1", "arm=larger steps"])
+    assert not more_seeds.has_one(keys, ["seed=1", "arm=larger"]) and not more_seeds.has_one(keys, [])
 
 
 def test_kept_rows_stay_and_what_was_measured_anew_takes_their_place(more_seeds):
