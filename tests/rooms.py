@@ -21,7 +21,7 @@ ROOMS = {
     "align_circuits/tasks": (2162, 2100),
     "align_circuits/models": (3325, 2400),
     "align_circuits/run": (2177, 1500),
-    "align_circuits/heads": (4400, 2600),
+    "align_circuits/heads": (4410, 2600),
     "align_circuits/circuits": (1269, 1100),
     "align_circuits/localizers": (545, 500),
     "align_circuits/report": (2071, 1700),

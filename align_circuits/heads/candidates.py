@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place
+from align_circuits.heads.redrawn_keys import fixed_offset, fixed_rank, in_one_place
 from align_circuits.heads.renamed_tokens import redraws_tokens
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.head_names import Head

@@ -17,7 +17,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
-from align_circuits.heads.permutation_tests import Distances
+from align_circuits.heads.redrawn_keys import Distances
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.edits import Ablate, AblationBaseline
 from align_circuits.hooks.head_names import Head, heads_of

@@ -12,7 +12,8 @@ from torch import Tensor
 import align_circuits as ac
 from align_circuits.heads.candidates import hopeless_notes, remedies
 from align_circuits.heads.evidence import judged
-from align_circuits.heads.permutation_tests import fixed_rank, p_values, smallest_p_values
+from align_circuits.heads.permutation_tests import p_values, smallest_p_values
+from align_circuits.heads.redrawn_keys import fixed_rank
 from align_circuits.report import save_localization
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
@@ -97,7 +98,7 @@ def test_what_would_allow_smaller_p_values_depends_on_what_is_redrawn():
 
 def test_what_cannot_be_localized(random_hf_model, char_tokenizer):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-    prompts = ac.Prompts.from_texts(["abab"] * 12, char_tokenizer)
+    prompts = ac.Prompts.from_texts(["abab"] * 12, char_tokenizer, groups=range(12))
     for source in ("text", ["a", "list"], torch.zeros(2, 3)):
         raised(TypeError, r"task is .*, not Task or Prompts; give a task such as", ac.localize, model, source)  # pyright: ignore[reportArgumentType]
     for arguments, message in [
@@ -105,7 +106,10 @@ def test_what_cannot_be_localized(random_hf_model, char_tokenizer):
         ({"n": 13}, "n=13: there are 12 prompts"),
         ({"roles": ["lookup"]}, "no relation 'lookup' in these prompts"),
         ({"corrupted": prompts[:3]}, "3 corrupted prompts for 12"),
-        ({"corrupted": ac.Prompts.from_texts(["abac"] * 12, char_tokenizer)}, "have different targets"),
+        (
+            {"corrupted": ac.Prompts.from_texts(["abac"] * 12, char_tokenizer, groups=range(12))},
+            "have different targets",
+        ),
     ]:
         refused(message, ac.localize, model, prompts, **arguments)
     with pytest.raises(ValueError, match="no cut leaves all groups whole"):

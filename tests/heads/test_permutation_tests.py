@@ -17,8 +17,10 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads import permutation_tests as nulls
+from align_circuits.heads import redrawn_keys
 from align_circuits.heads.attention_metrics import TIE
-from align_circuits.heads.permutation_tests import REDRAWS, fixed_offset, p_values
+from align_circuits.heads.permutation_tests import p_values
+from align_circuits.heads.redrawn_keys import REDRAWS, fixed_offset
 from align_circuits.papers.recall.task.sequences import FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, TokenKind
@@ -333,7 +335,7 @@ class TestMeaning:
         prompts = ac.RepeatedTokensTask(length=8).sample(6, char_tokenizer, seed=0)
         relation, length = prompts.relations["induction"], prompts.mask.shape[1]
         prompts = prompts.with_relations(own=relation)
-        assert nulls.in_one_place(relation, prompts)
+        assert redrawn_keys.in_one_place(relation, prompts)
 
         def attention(_: int, query: int) -> Tensor:
             knows = spread(length, [query - 7])
@@ -350,7 +352,7 @@ class TestMeaning:
         relation = prompts.relations["induction"]
         rows = torch.arange(len(relation))
         pattern = torch.rand(len(rows), 2, prompts.mask.shape[1], generator=torch.Generator().manual_seed(0))
-        once, again = (nulls._Positions(relation, prompts, 1, 2) for _ in range(2))
+        once, again = (redrawn_keys._Positions(relation, prompts, 1, 2) for _ in range(2))
         once.add(rows, 0, pattern)
         for some in (rows[:7], rows):
             again.add(some, 0, pattern[some])
@@ -368,7 +370,7 @@ class TestMeaning:
         task = ac.Seq2SeqTask(x_len=7, phrase_len=1, n_examples=2, alignment="permutation")
         prompts = task.sample(2, char_tokenizer, seed=0)
         relation = prompts.relations["align_query"]
-        test = nulls._Alignments(relation, prompts, 1, 1)
+        test = redrawn_keys._Alignments(relation, prompts, 1, 1)
         test.add(torch.arange(len(relation)), 0, relation.expand()[0][:, None].float())
         assert test.p_values(np.random.default_rng(0)).tolist() == [[1 / 5040]] == [[test.smallest]]
 
@@ -480,7 +482,8 @@ class TestSmallest:
 
         def named(n: int) -> str:
             texts, letters = (["ab:", "ba:"] * n)[:n], {"a": ["a"] * n, "b": ["b"] * n}
-            prompts = Prompts.from_texts(texts, char_tokenizer, answer=letters["a"], positions=letters)
+            own = {"positions": letters, "groups": range(n)}  # equal texts would be one group
+            prompts = Prompts.from_texts(texts, char_tokenizer, answer=letters["a"], **own)
             finds = Relation.from_positions("END", "a", prompts=prompts, candidates=["a", "b"])
             return smallest(prompts.with_relations(finds=finds), "finds")
 
@@ -519,7 +522,7 @@ class TestSmallest:
             [(prompt, 2, [prompt % 2]) for prompt in range(6)], prompts=prompts, candidates=[0, 1]
         )
         prompts = prompts.with_relations(own=relation)
-        test = nulls._test_of("own", prompts, 1, 1)
+        test = redrawn_keys.redraws_of("own", prompts, 1, 1)
         test.add(torch.arange(6), 0, relation.expand()[0][:, None].float())
         assert test.smallest == 1 / 20
         assert test.p_values(np.random.default_rng(0)) == pytest.approx(1 / 20, rel=0.1)
@@ -556,7 +559,7 @@ def test_a_head_that_leaves_separators_out_does_not_seem_to_look_for_the_rest():
     drawn = Prompts.from_tokens(rows.tolist())
     keys = list(range(1, 19, 4))
     words = Relation.from_pairs([(prompt, 18, keys) for prompt in range(2)], prompts=drawn)
-    test = nulls._Positions(words, drawn, 1, 3)
+    test = redrawn_keys._Positions(words, drawn, 1, 3)
     pattern = torch.zeros(2, 3, 20)
     pattern[:, 0, 1:18:2] = 1 / 9  # all words alike
     pattern[:, 1, keys] = 1 / 5
@@ -572,7 +575,7 @@ def test_where_the_same_candidate_is_always_right_others_are_drawn_for_all_rows(
     prompts = ac.Prompts.from_tokens([[1, 2, 3, 4, 5, 6]] * 3)
     pairs: Any = [(prompt, 4, [0]) for prompt in range(3)]
     relation = ac.Relation.from_pairs(pairs, prompts=prompts, candidates=[0, 1, 2, 3])
-    test = nulls._Ranks(relation, prompts, 1, 3)
+    test = redrawn_keys._Ranks(relation, prompts, 1, 3)
     pattern = torch.zeros(3, 3, 6)
     pattern[:, 0, 0] = 1
     pattern[0, 1, 0] = pattern[1:, 1, 2] = 1  # a third of the time at the first, else at the third
@@ -586,7 +589,7 @@ def test_where_only_separators_are_one_token_back_they_count():
     prompts = Prompts.from_tokens([[7, 1, 7, 2, 7, 3, 8], [7, 4, 7, 5, 7, 6, 9]])
     previous = prompts.relations["previous"]
     previous = previous.select((previous.query == 3) | (previous.query == 5))
-    test = nulls.Distances(previous, prompts, 1, 3)
+    test = redrawn_keys.Distances(previous, prompts, 1, 3)
     pattern = torch.full((4, 3, 7), 1 / 7)
     for row, query in enumerate(previous.query.tolist()):
         for head, back in ((0, 1), (1, 2)):
@@ -623,7 +626,7 @@ def test_prompts_too_short_to_compare_distances_have_no_previous_token(model):
 def test_the_same_candidate_is_right_in_all_rows_or_not(keys, fixed):
     prompts = ac.Prompts.from_tokens([[*range(9)]] * 2)
     rows = [(prompt, 8, right) for prompt, right in enumerate(keys)]
-    assert nulls.fixed_rank(Relation.from_pairs(rows, prompts=prompts, candidates=[2, 3])) == fixed
+    assert redrawn_keys.fixed_rank(Relation.from_pairs(rows, prompts=prompts, candidates=[2, 3])) == fixed
 
 
 def test_nothing_is_established_of_a_relation_without_rows(char_tokenizer, llama):

@@ -11,7 +11,7 @@ import torch
 import align_circuits as ac
 from align_circuits.heads import where_heads_matter
 from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.heads.permutation_tests import Distances
+from align_circuits.heads.redrawn_keys import Distances
 from align_circuits.heads.role_tests import RoleTests
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.where_heads_matter import (

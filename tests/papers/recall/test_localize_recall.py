@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import align_circuits as ac
-from align_circuits.heads.permutation_tests import in_one_place, p_values
+from align_circuits.heads.permutation_tests import p_values
+from align_circuits.heads.redrawn_keys import in_one_place
 from align_circuits.papers.recall.task.next_token import SlotsTask
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
