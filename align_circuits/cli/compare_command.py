@@ -50,7 +50,7 @@ class Compare(Verb):
         runs = [_loaded(folder) for folder in (self.first, self.second)]
         runs = [distinct(run) if run.provenance.verb in {*EFFECTS, "evaluate"} else run for run in runs]
         tables = [run.where(estimated=False) if "estimated" in run.keys else run for run in runs]
-        table, paired = differences(*tables)
+        table, has_intervals = differences(*tables)
         settings, claims = (compared(*tables) for compared in (settings_that_differ, claims_of))
         differing = _differing(table)
         of_two_verbs = tables[0].provenance.verb != tables[1].provenance.verb
@@ -60,7 +60,7 @@ class Compare(Verb):
             alone = {name: len(run) - len(table) for name, run in zip("AB", tables, strict=True)}
             left_out = "".join(f" {count} more are in {name} alone." for name, count in alone.items() if count)
             summary = f"{len(table) - len(differing)} of {len(table)} numbers are equal in A and B.{left_out}"
-            if paired:
+            if has_intervals:
                 low, high = (table.frame[end].to_numpy(dtype=float) for end in ("low", "high"))
                 apart = np.count_nonzero((low > 0) | (high < 0))
                 summary += f" Of {apart} differences the interval leaves out 0."
@@ -70,11 +70,10 @@ class Compare(Verb):
         opposite = of_two_verbs and _are_opposite(table, *tables)
         if opposite:
             summary += " What one run counts as a loss the other counts as a gain, so no differences are told."
-        elif len(differing) or not paired:
-            other = len({each.provenance.data.get("digest") for each in tables}) > 1
-            without = "without intervals" + (": the prompts differ" if other else "")
-            why = "with 95% intervals over the same prompts" if paired else without
-            summary += f" Differences are B minus A, {why}."
+        elif len(differing) or not has_intervals:
+            same = len({each.provenance.data.get("digest") for each in tables}) == 1
+            intervals = f"with 95% intervals over {'the same' if same else 'independent'} prompts"
+            summary += f" Differences are B minus A, {intervals if has_intervals else 'without intervals'}."
         folders = zip("AB", (self.first, self.second), tables, strict=True)
         shown_runs = {name: f"{folder} ({_measured_by(run)})" for name, folder, run in folders}
         print("\n".join(f"{name}: {run}" for name, run in shown_runs.items()) + f"\n\n{summary}\n")
@@ -176,7 +175,7 @@ def _loaded(folder: Path) -> Table:
 def differences(first: Table, second: Table) -> tuple[Table, bool]:
     """Returns the rows that both tables have, with the difference second minus first, largest first; costs come last.
 
-    The numbers of both are in the columns `A` and `B`; what is returned beside says whether the intervals are paired.
+    The numbers of both are in the columns `A` and `B`; what is returned beside says whether there are intervals.
     """
     verbs = [table.provenance.verb for table in (first, second)]
     if verbs[0] != verbs[1] and not {*verbs} <= EFFECTS:

@@ -433,10 +433,11 @@ class Table:
         targets: so effects by patching can be compared with their estimates by attribution.
 
         Where both tables kept their prompts, and they are the same prompts, the interval is that of the paired
-        difference; else there is no honest interval, and low and high are NaN. That of accuracy and other shares
-        (`SHARES`) stays within its bounds (`intervals.proportion_change`), which are -1 and 1, or -2 and 2 for
-        differences of changes; it is NaN where a prompt weighs differently on both sides. A difference has no
-        baselines.
+        difference. That of accuracy and other shares (`SHARES`) stays within its bounds
+        (`intervals.proportion_change`), which are -1 and 1, or -2 and 2 for differences of changes; it is NaN where a
+        prompt weighs differently on both sides. Where the prompts are known to differ, the interval is that of
+        independent prompts (`intervals.unpaired_difference`), mostly too wide where some are the same. Else there is
+        no honest interval, and low and high are NaN. A difference has no baselines.
 
         Raises:
             ValueError: Tables of other rows, or of patches in different directions, or a key that one table lacks and
@@ -471,6 +472,10 @@ class Table:
         low = high = np.full(len(self), np.nan)
         if same and self.values is not None and right.values is not None:
             low, high = self._interval_of_difference(right)
+        elif _other_prompts(self, other):
+            low, high = stats.unpaired_difference(
+                *(table.frame[[*VALUES[:3]]].to_numpy(float) for table in (self, right))
+            )
         frame = self.frame.assign(
             value=self.frame["value"].to_numpy() - right.frame["value"].to_numpy(),
             low=low,
@@ -742,6 +747,12 @@ def _same_data(one: Table, other: Table) -> bool:
     """Whether two tables were measured on the same prompts; tuples are lists once they were saved."""
     first, second = (json.dumps(table.provenance.data, sort_keys=True, default=str) for table in (one, other))
     return first == second
+
+
+def _other_prompts(one: Table, other: Table) -> bool:
+    """Whether two tables are known to be measured on other prompts."""
+    digests = [table.provenance.data.get("digest") for table in (one, other)]
+    return None not in digests and digests[0] != digests[1]
 
 
 def _measured_shares(table: Table) -> Bool[ndarray, " row"]:

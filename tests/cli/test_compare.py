@@ -41,17 +41,20 @@ def test_differences_on_the_same_prompts_have_paired_intervals_and_the_largest_s
     assert "settings seed 0 5" in " ".join(printed.split()) and "out" not in printed.split("claims")[0].split("A B")[1]
 
 
-def test_other_prompts_give_no_interval_and_equal_rows_are_counted(values, tmp_path, capsys):
+def test_other_prompts_give_an_interval_of_independent_prompts_and_equal_rows_are_counted(values, tmp_path, capsys):
     run(values[0], tmp_path / "a")
     run(values[0][:2], tmp_path / "b", digest="e", heads=HEADS[:2])
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
     printed = capsys.readouterr().out
     assert "2 of 2 numbers are equal in A and B. 1 more are in A alone." in printed
-    assert "without intervals: the prompts differ" in printed and "largest differences" not in printed
+    assert "Of 0 differences the interval leaves out 0." in printed and "largest differences" not in printed
     page = (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
     assert "Numbers that differ" not in page
     made: Any = Table.load(tmp_path / "both").frame
-    assert made["low"].isna().all()
+    assert (made["low"] < 0).all() and (made["high"] > 0).all()
+    run(values[1], tmp_path / "c", digest="e")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c"), "--out", str(tmp_path / "other")]) == 0
+    assert "Differences are B minus A, with 95% intervals over independent prompts." in capsys.readouterr().out
     changed = values[0] + np.array([[0.0], [np.nan], [0.25]])
     run(values[0] + np.array([[0.0], [np.nan], [0.0]]), tmp_path / "a")
     run(changed, tmp_path / "b")

@@ -340,6 +340,35 @@ def test_a_paired_difference_is_tighter_than_its_sides():
     assert low[0] > 0
 
 
+@pytest.mark.parametrize(("n", "other_n"), [(8, 8), (8, 40), (40, 12)])
+def test_differences_of_independent_prompts_are_covered_and_those_of_shares_stay_within_bounds(n, other_n):
+    generator = np.random.default_rng(n + other_n)
+
+    def sides(draw, interval, *truths):
+        for size, truth in zip((n, other_n), truths, strict=True):
+            values = draw(truth, (2000, size)).astype(float)
+            yield np.stack([values.mean(1), *interval(values, np.ones(values.shape))], 1)
+
+    def covered(made, truth):
+        low, high = stats.unpaired_difference(*made)
+        return np.mean((low <= truth) & (truth <= high))
+
+    assert covered(sides(lambda m, size: generator.normal(m, 1 + m, size), stats.mean_interval, 0.5, 2.0), -1.5) > 0.93
+    shares = [*sides(lambda share, size: generator.random(size) < share, stats.proportion, 0.9, 0.5)]
+    assert covered(shares, 0.4) > 0.94
+    low, high = stats.unpaired_difference(*shares)
+    assert (low >= -1).all() and (high <= 1).all() and (low <= high).all()
+
+
+def test_the_ends_of_an_unpaired_difference_are_those_of_zou_and_donner_s_formula():
+    one, other = np.array([[0.7, 0.5, 0.8]]), np.array([[0.4, 0.1, 0.6]])
+    low, high = np.ravel(stats.unpaired_difference(one, other))
+    assert low == pytest.approx(0.3 - math.sqrt(0.2**2 + 0.2**2)) and high == pytest.approx(
+        0.3 + math.sqrt(0.1**2 + 0.3**2)
+    )
+    assert np.isnan(stats.unpaired_difference(one, other * [[1.0, np.nan, 1.0]])[1]).all()
+
+
 def test_no_prompts_have_no_interval():
     refused("no prompts, so no interval", stats.mean_interval, np.empty((2, 0)), np.empty((2, 0)))
     for interval in (stats.proportion, stats.betting_interval):

@@ -371,12 +371,6 @@ def test_what_cannot_be_normalized_is_refused():
     refused("without the metric on clean", (kept - kept).normalized)
 
 
-def test_a_difference_of_other_prompts_has_no_interval():
-    difference = table() - table(data={"task": {"name": "made"}, "digest": "other"})
-    assert frame_of(difference)["value"].notna().all()
-    assert frame_of(difference)[["low", "high"]].isna().all(axis=None)
-
-
 def test_tables_that_do_not_pair():
     made = table()
     with pytest.raises(ValueError, match=r"do not hold the same rows: .*; they differ in layer \(0, 1 and 0\)"):
@@ -535,6 +529,17 @@ def test_per_prompt_values_may_be_left_out(tmp_path):
     difference = Table.load(tmp_path) - made
     assert frame_of(difference)["value"].abs().max() < 1e-12
     assert frame_of(difference)["low"].isna().all(), "without per-prompt values there is no honest interval"
+
+
+def test_a_difference_between_other_prompts_has_the_interval_of_independent_ones(tmp_path):
+    one, other = (table(data={"digest": digest}, seed=seed) for seed, digest in enumerate("ab"))
+    other.save(tmp_path, per_prompt=False)
+    sides = [frame_of(made)[["value", "low", "high"]].to_numpy() for made in (one, other)]
+    for right in (other, Table.load(tmp_path)):
+        difference = frame_of(one - right)
+        np.testing.assert_allclose(difference[["low", "high"]].to_numpy().T, intervals.unpaired_difference(*sides))
+    for data in ({}, {"task": "b"}, {"digest": "a", "task": "b"}):
+        assert frame_of(one - table(data=data))["low"].isna().all(), "they may be the same prompts"
 
 
 def test_per_prompt_values_of_other_rows_are_refused(tmp_path):
