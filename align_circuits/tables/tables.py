@@ -750,9 +750,11 @@ def _same_data(one: Table, other: Table) -> bool:
 
 
 def _other_prompts(one: Table, other: Table) -> bool:
-    """Whether two tables are known to be measured on other prompts."""
-    digests = [table.provenance.data.get("digest") for table in (one, other)]
-    return None not in digests and digests[0] != digests[1]
+    """Whether two tables are known to be measured on other prompts; with and without groups they may be the same."""
+    first, second = (table.provenance.data for table in (one, other))
+    if "digest" not in first or "digest" not in second or ("groups" in first) != ("groups" in second):
+        return False
+    return first["digest"] != second["digest"]
 
 
 def _measured_shares(table: Table) -> Bool[ndarray, " row"]:

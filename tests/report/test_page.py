@@ -396,7 +396,7 @@ def test_a_report_on_own_prompts_speaks_of_their_relations_alone(tmp_path, char_
     positions = {name: [(letter, 0) for letter in letters] for name, letters in (("IO", answers), ("S1", others))}
     clean, corrupted = ac.Prompts.from_pairs(
         *(texts, [text.replace("q", "r") for text in texts], char_tokenizer),
-        **{"answer": answers, "corrupted_answer": other, "positions": positions},
+        **{"answer": answers, "corrupted_answer": other, "positions": positions, "groups": range(16)},
     )
     clean = clean.with_relations(mover=ac.Relation.from_positions("END", "IO", prompts=clean, candidates=["IO", "S1"]))
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)

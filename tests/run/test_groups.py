@@ -139,7 +139,8 @@ def test_a_partner_is_of_another_group_where_half_of_the_prompts_are(char_tokeni
         if np.bincount(group).max() <= n / 2:
             assert (group[partner] != group).all()
     texts = ["ab", "ab", "cd", "ef"]
-    equal = ac.Prompts.from_texts(texts, char_tokenizer, answer=list("xxyz"))
+    equal = ac.Prompts.from_texts(texts, char_tokenizer, answer=list("xxyz"), groups=range(4))
+    equal = replace(equal, group=None)
     assert all(texts[one] != texts[other] for one, other in enumerate(next_unrelated(equal, step).tolist()))
     alone = ac.Prompts.from_tokens([[1, 2], [1, 3], [1, 4]])
     assert next_unrelated(alone, step).tolist() == [(i + step) % 3 for i in range(3)]
@@ -152,11 +153,14 @@ def test_the_first_of_each_group_tests_attention(llama, char_tokenizer):
 
     def made(times: int) -> ac.Prompts:
         rows = np.repeat(np.arange(8), times)
-        prompts = ac.Prompts.from_texts([texts[row] for row in rows], char_tokenizer, answer=["z"] * len(rows))
+        answers = ["z"] * len(rows)
+        prompts = ac.Prompts.from_texts(
+            [texts[row] for row in rows], char_tokenizer, answer=answers, groups=rows.tolist()
+        )
         end = prompts.column("query_pos")
         rows_of = [(i, int(end[i]), [int(end[i]) - 3 - int(keys[row])]) for i, row in enumerate(rows)]
         relation = ac.Relation.from_pairs(rows_of, prompts=prompts)
-        return replace(prompts.with_relations(own=relation), group=torch.from_numpy(rows))
+        return prompts.with_relations(own=relation)
 
     one, three = made(1), made(3)
     assert smallest_p_values(three, ["own"]) == smallest_p_values(one, ["own"])
