@@ -32,20 +32,18 @@ print(f"this page was run with {model.cfg.model_name}: {model.cfg.n_layers} laye
 # %% [markdown]
 # ## Minimal pairs
 #
-# The corrupted war begins in a year with a 0 for its tens digit, after which every tens digit but 0 fits.
+# The corrupted war begins in a year with a 0 for its tens digit, after which every tens digit but 0 fits. No text comes twice: equal ones would be no evidence of their own.
 
 # %%
 digits = "0123456789" if model.cfg.model_name == "smollm2" else "ABCDEFGHIJ"
 draw = random.Random(0)
-nouns = [draw.choice(["war", "plague", "project", "voyage", "journey", "trial"]) for _ in range(16)]
-tens = [draw.randint(2, 7) for _ in nouns]
+nouns = ["war", "plague", "project", "voyage", "journey", "trial"]
+rows = draw.sample([(noun, of) for noun in nouns for of in range(2, 8)], 16)
+tens = [of for _, of in rows]
 century = digits[1] + digits[7]
 texts, corrupted_texts = (
-    [
-        f"The {noun} lasted from the year {century}{digits[of]}{digits[9]} to the year {century}"
-        for noun, of in zip(nouns, starts, strict=True)
-    ]
-    for starts in (tens, [0] * len(tens))
+    [f"The {noun} lasted from the year {century}{digits[of]}{digits[9]} to the year {century}" for noun, of in starts]
+    for starts in (rows, [(noun, 0) for noun, _ in rows])
 )
 clean, corrupted = ac.Prompts.from_pairs(
     texts, corrupted_texts, model.tokenizer, answer=[digits[of + 1] for of in tens], positions={"Y": -9}
@@ -83,7 +81,7 @@ effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in be
 # %% [markdown]
 # ## Attention and MLPs
 #
-# L20H8 takes away far more than all others; the random heads take nothing.
+# L20H8 takes away far more than all others; the random heads take next to nothing.
 #
 # Is it attention or MLPs, and at which token? What they add in some layers is patched from the corrupted run, at the tens digit (`Y`) and where the text ends (`END`). Look for dark
 # cells: there the answer is lost.
