@@ -256,3 +256,22 @@ def test_the_page_on_interventions_says_what_a_screen_misses():
         row = frame.loc["any of the best missed", "screened, 25%", f"40 planted circuits: {sweep}"]
         low, value, high = (f"{row[end]:.2f}".removeprefix("0") for end in ("low", "value", "high"))
         assert f"in {value} [{low}, {high}] of the sweeps of {sweep.split(',')[0].removeprefix('mean ')}" in page
+
+
+def test_facts_with_absolute_positions_are_known_where_a_head_attends_to_the_relation():
+    """The numbers of `history-recall.md` and of the cause of that claim."""
+    frame: Any = (
+        Table.load(DOCS / "results/recall-heads/paper-long").where(positions="absolute", stage="pretrained").frame
+    )
+    frame = frame[frame["sequences"] == "pretraining"]
+    attention = frame[frame["metric"] == "attention"].pivot(index="seed", columns=["what", "head"], values="value")
+    of_subject = attention["subject"].idxmax(axis=1)
+    others = attention["relation"].apply(lambda row: row.drop(of_subject[row.name]).max(), axis=1)
+    exact_match = frame[frame["metric"] == "exact"].set_index("seed")["value"]
+    assert len(others) == 24 and attention["subject"].max(axis=1).min() > 0.995
+    ranges = {}
+    for name, seeds in {"none": others < 0.005, "some": others.between(0.3, 0.8), "most": others > 0.85}.items():
+        ranges[name] = seeds.sum(), *(f"{end(of[seeds]):.2f}" for of in (others, exact_match) for end in (min, max))
+    assert ranges["none"] == (12, "0.00", "0.00", "0.11", "0.16")
+    assert ranges["some"] == (6, "0.38", "0.74", "0.51", "0.88")
+    assert ranges["most"] == (6, "0.89", "1.00", "1.00", "1.00")
