@@ -490,6 +490,15 @@ def test_weights_are_read_once_a_call_and_anew_in_the_next(make, pair, monkeypat
     assert len(read) == 2
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_caller_says_whether_backward_passes_may_run_in_threads(char_tokenizer, make, allowed):
+    model, seen = make("fast")[0], []
+    model.add_hook("unembed.hook_in", lambda *_, **__: seen.append(torch._C._is_multithreading_enabled()))
+    with torch.autograd.set_multithreading_enabled(allowed):
+        ac.evaluate(model, pair_of(char_tokenizer).clean, options=ac.RunOptions(engine="reference"))
+    assert set(seen) == {allowed}
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 def test_a_callers_modes_change_no_number(char_tokenizer, make, mode, engine):

@@ -16,7 +16,7 @@ from align_circuits.tables.tables import Table
 HEADS: Any = pd.DataFrame({"level": "head", "layer": [0, 0, 1], "head": [0, 1, 0], "metric": "lookup"})
 
 
-def run(values, folder, *, seed=0, digest="d", verb="score", heads=HEADS, settings=None):
+def run(values, folder, *, seed=0, digest: Any = "d", verb="score", heads=HEADS, settings=None):
     made = Provenance(verb, {"seed": seed, "out": str(folder), **(settings or {})}, data={"digest": digest})
     numbers = np.asarray(values, dtype=float)
     table = Table.from_prompts(heads, numbers, np.ones_like(numbers), made, bounded=False)
