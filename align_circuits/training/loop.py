@@ -223,8 +223,8 @@ def train(
         steps = range(max(1, first_step), config.steps + 1)
         if steps and config.precision == "bf16" and not has_fast_bfloat16(device):
             warnings.warn(
-                "precision='bf16' on a processor without instructions for bfloat16: steps take some thirty times as "
-                "long as in 'fp32'; stop, and train with precision='fp32' or on a GPU",
+                "precision='bf16' on a processor without instructions for bfloat16: steps take ten times as long as "
+                "in 'fp32', or longer; stop, and train with precision='fp32' or on a GPU",
                 stacklevel=2,
             )
         # Closed also after an error, or its threads would draw on.

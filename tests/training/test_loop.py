@@ -109,7 +109,7 @@ def test_it_learns_in_bf16_and_keeps_fp32_weights():
 def test_bf16_without_instructions_for_it_is_warned_of_before_the_first_step(monkeypatch, tmp_path):
     for fast in (True, False):
         monkeypatch.setattr(loop, "has_fast_bfloat16", lambda _, fast=fast: fast)
-        with nullcontext() if fast else pytest.warns(UserWarning, match="bfloat16: steps take some thirty times"):
+        with nullcontext() if fast else pytest.warns(UserWarning, match="bfloat16: steps take ten times as long"):
             quiet(linear(), sample, loss, TrainConfig(steps=2, precision="bf16"), out=tmp_path / str(fast))
     quiet(linear(), sample, loss, TrainConfig(steps=2, precision="bf16"), out=tmp_path / "False")  # no step is left
     quiet(linear(), sample, loss, TrainConfig(steps=2))
