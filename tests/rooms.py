@@ -16,7 +16,7 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (390, 300),
     "align_circuits/jobs": (1779, 1000),
-    "align_circuits/prompts": (1690, 1300),
+    "align_circuits/prompts": (1675, 1300),
     "align_circuits/tables": (1700, 1100),
     "align_circuits/tasks": (2162, 2100),
     "align_circuits/models": (3325, 2400),

@@ -214,7 +214,7 @@ class PromptVerb(Verb):
         """
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             raise ValueError(f"--threads {self.threads}: give 1 to {MOST_THREADS}, or leave it out")
-        lines = [] if self.prompts is None else read_jsonl(self.prompts, quiet=True)[1]  # refuses what is no file
+        lines = [] if self.prompts is None else read_jsonl(self.prompts)[1]  # refuses what is no such file
         if self.prompts is None and self.targets != "all":
             raise ValueError("--targets first is about the answers of a file: leave it out, or give --prompts")
         options = self.options  # refuses a bad batch size before the model is loaded
@@ -324,10 +324,11 @@ class PromptVerb(Verb):
         """What the report says on top: how many prompts, what was warned of, the command that repeats the run."""
         number = str(self.count)
         if self.prompts is not None:
-            columns, lines = read_jsonl(self.prompts, quiet=True)
+            columns, lines = read_jsonl(self.prompts)
             number = f"{self.n or f'all {len(lines)}'} of {self.prompts}"
-            if "group" in columns:
-                number += f", in {len({*columns['group'][: self.n]})} groups"
+            related = columns.get("group", columns["text"])[: self.n]  # equal texts are a group, too
+            if "group" in columns or len({*related}) < len(related):
+                number += f", in {len({*related})} groups"
         task = {} if self.own_task is None else {"task": self.own_task}
         doubts = {"warning": " ".join(f"{doubt}." for doubt in self.doubts)} if self.doubts else {}
         return {**task, "prompts": number, **doubts, "command": command_line(self.verb, self, type(self)())}

@@ -71,9 +71,8 @@ class Compare(Verb):
         if opposite:
             summary += " What one run counts as a loss the other counts as a gain, so no differences are told."
         elif len(differing) or not has_intervals:
-            digests = [each.provenance.data.get("digest") for each in tables]
-            prompts = "the same prompts" if digests[0] == digests[1] else "independent prompts"
-            intervals = f"with 95% intervals over {prompts}"
+            one, other = (each.provenance.data.get("digest") for each in tables)
+            intervals = f"with 95% intervals over {'the same' if one == other else 'independent'} prompts"
             summary += f" Differences are B minus A, {intervals if has_intervals else 'without intervals'}."
         folders = zip("AB", (self.first, self.second), tables, strict=True)
         shown_runs = {name: f"{folder} ({_measured_by(run)})" for name, folder, run in folders}

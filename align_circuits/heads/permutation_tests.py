@@ -129,7 +129,7 @@ class PermutationTests:
         return {name: (redrawn | self._renamed | self._untested)[name] for name in self._relations}
 
 
-def _add(test: "RedrawnKeys", rows: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
+def _add(test: RedrawnKeys, rows: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
     test.add(rows, layer, pattern.cpu())
 
 

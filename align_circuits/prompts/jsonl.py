@@ -6,7 +6,6 @@ from typing import Any
 
 from align_circuits.jobs.files import is_path
 from align_circuits.jobs.similar_names import did_you_mean
-from align_circuits.prompts.texts import groups_of_equal
 
 SCHEMA = {
     "text": "the prompt, without its answer (required)",
@@ -27,11 +26,10 @@ _TYPES |= {"group": (str | int | float, "a string or a number")}
 _RELATION = {"query", "keys", "candidates"}
 
 
-def read_jsonl(path: str | Path, *, quiet: bool = False) -> tuple[dict[str, list[Any]], list[int]]:
+def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
     """Returns the lines of a file as columns, by the keys of `SCHEMA`, and their numbers from 1.
 
-    Empty lines are left out. Lines with the same text are one group, where the file has none of its own, and a warning
-    says so, unless it is to be `quiet`.
+    Empty lines are left out.
 
     Raises:
         ValueError: No such file, a line that is no JSON object, an unknown key, or a key that only some lines have.
@@ -79,10 +77,6 @@ def read_jsonl(path: str | Path, *, quiet: bool = False) -> tuple[dict[str, list
         if key in first and needed not in first:
             raise ValueError(f"{str(path)!r} has the key {key!r} without {needed!r}: give each line {needed!r} too")
     columns, numbers = {key: [record[key] for record in records.values()] for key in first}, [*records]
-    if "group" not in columns:
-        names = [f"line {number}" for number in numbers]
-        if groups := groups_of_equal(columns["text"], names, where=f"{str(path)!r}: ", quiet=quiet):
-            columns["group"] = groups
     return columns, numbers
 
 

@@ -38,24 +38,16 @@ class TokenizedText:
     """Named positions, as indices of `ids`."""
 
 
-def groups_of_equal(
-    texts: Sequence[str], names: Sequence[str], *, where: str = "", quiet: bool = False
-) -> list[int] | None:
-    """Returns a group for each text, the same for equal ones; None where all differ.
-
-    Warns of them, unless `quiet`: it begins with `where`, and calls each text by one of `names`.
-    """
+def groups_of_equal(texts: Sequence[str], names: Sequence[str]) -> list[int] | None:
+    """Returns a group for each text, the same for equal ones, of which it warns by name; None where all differ."""
     groups, different = pd.factorize(pd.Series(texts))
     again = len(texts) - len(different)
-    if again and not quiet:
-        first = names[int(pd.Series(texts).duplicated().to_numpy().argmax())]
-        repeat = (
-            f"{first} repeats an earlier text" if again == 1 else f"{again} texts repeat earlier ones, first {first}"
-        )
-        warnings.warn(
-            f"{where}{repeat}; equal texts count as one group, since they are no independent evidence", stacklevel=3
-        )
-    return groups.tolist() if again else None
+    if not again:
+        return None
+    first = names[int(pd.Series(texts).duplicated().to_numpy().argmax())]
+    repeat = f"{first} repeats an earlier text" if again == 1 else f"{again} texts repeat earlier ones, first {first}"
+    warnings.warn(f"{repeat}; equal texts count as one group, since they are no independent evidence", stacklevel=3)
+    return groups.tolist()
 
 
 def tokenize(

@@ -98,13 +98,13 @@ def test_line_separators_inside_of_strings_and_byte_order_marks(file):
     assert read_jsonl(file(raw=f"\ufeff{line}\r\n\n{other}\n")) == ({"text": ["a\u2028b\x85c", "d"]}, [1, 3])
 
 
-def test_lines_with_the_same_text_are_one_group(file):
+def test_lines_with_the_same_text_are_one_group(file, char_tokenizer):
     lines = [{"text": text, "answer": answer} for text, answer in ("ax", "bx", "ay", "cx", "ax")]
     with pytest.warns(UserWarning, match="2 texts repeat earlier ones, first line 3; equal texts count as one group"):
-        columns, _ = read_jsonl(file(*lines))
-    assert columns["group"] == [0, 1, 0, 2, 0]
+        prompts, _ = Prompts.from_jsonl(file(*lines), char_tokenizer)
+    assert prompts.group is not None and prompts.group.tolist() == [0, 1, 0, 2, 0]
     own = [line | {"group": number} for number, line in enumerate(lines)]
-    assert read_jsonl(file(*own))[0]["group"] == [0, 1, 2, 3, 4], "a file's own groups stand"
+    assert Prompts.from_jsonl(file(*own), char_tokenizer)[0].n_groups == 5, "a file's own groups stand"
 
 
 def changed(**changes: Any) -> dict[str, Any]:
