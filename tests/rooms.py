@@ -26,7 +26,7 @@ ROOMS = {
     "align_circuits/localizers": (545, 500),
     "align_circuits/report": (2071, 1700),
     "align_circuits/training": (2026, 1400),
-    "align_circuits/cli": (3050, 1500),
+    "align_circuits/cli": (3055, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3934, 2600),
     "tests": (32378, 20000),

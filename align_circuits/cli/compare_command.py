@@ -71,9 +71,13 @@ class Compare(Verb):
         if opposite:
             summary += " What one run counts as a loss the other counts as a gain, so no differences are told."
         elif len(differing) or not has_intervals:
-            one, other = (each.provenance.data.get("digest") for each in tables)
-            intervals = f"with 95% intervals over {'the same' if one == other else 'independent'} prompts"
-            summary += f" Differences are B minus A, {intervals if has_intervals else 'without intervals'}."
+            one, other = (each.provenance.data for each in tables)
+            same = "the same" if one.get("digest") == other.get("digest") else "independent"
+            why = ": one run alone has groups, so the prompts may be the same" * (
+                ("groups" in one) != ("groups" in other)
+            )
+            intervals = f"with 95% intervals over {same} prompts" if has_intervals else f"without intervals{why}"
+            summary += f" Differences are B minus A, {intervals}."
         folders = zip("AB", (self.first, self.second), tables, strict=True)
         shown_runs = {name: f"{folder} ({_measured_by(run)})" for name, folder, run in folders}
         print("\n".join(f"{name}: {run}" for name, run in shown_runs.items()) + f"\n\n{summary}\n")

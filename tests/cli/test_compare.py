@@ -16,8 +16,8 @@ from align_circuits.tables.tables import Table
 HEADS: Any = pd.DataFrame({"level": "head", "layer": [0, 0, 1], "head": [0, 1, 0], "metric": "lookup"})
 
 
-def run(values, folder, *, seed=0, digest: Any = "d", verb="score", heads=HEADS, settings=None):
-    made = Provenance(verb, {"seed": seed, "out": str(folder), **(settings or {})}, data={"digest": digest})
+def run(values, folder, *, seed=0, digest: Any = "d", verb="score", heads=HEADS, settings=None, **data):
+    made = Provenance(verb, {"seed": seed, "out": str(folder), **(settings or {})}, data={"digest": digest, **data})
     numbers = np.asarray(values, dtype=float)
     table = Table.from_prompts(heads, numbers, np.ones_like(numbers), made, bounded=False)
     table.save(folder)
@@ -55,6 +55,9 @@ def test_other_prompts_give_an_interval_of_independent_prompts_and_equal_rows_ar
     run(values[1], tmp_path / "c", digest=["e", "f"])  # of several sets of prompts, as of tuning
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c"), "--out", str(tmp_path / "other")]) == 0
     assert "Differences are B minus A, with 95% intervals over independent prompts." in capsys.readouterr().out
+    run(values[1], tmp_path / "g", digest="f", groups=3)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "g"), "--out", str(tmp_path / "grouped")]) == 0
+    assert "without intervals: one run alone has groups, so the prompts may be the same." in capsys.readouterr().out
     changed = values[0] + np.array([[0.0], [np.nan], [0.25]])
     run(values[0] + np.array([[0.0], [np.nan], [0.0]]), tmp_path / "a")
     run(changed, tmp_path / "b")
