@@ -2,7 +2,7 @@
 
 The plain loop is minGPT's trainer without its data loader: forward, zero_grad, backward, clip, AdamW; no checkpoint,
 no log. `train` runs once with a checkpoint after every step, once with nothing kept (`out=None`); with `--bfloat16`
-once more in that precision, which takes many times as long on a processor without instructions for it.
+once more in that precision, whose products are computed in float32 on a processor without instructions for it.
 
 A step's time is the median over the steps of a run; the ratio is the median over rounds.
 

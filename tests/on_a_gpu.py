@@ -341,7 +341,6 @@ def test_a_killed_training_goes_on(tmp_path):
     assert torch.equal(torch.cuda.get_rng_state(), before), "the GPU's global random state moved"
 
 
-@pytest.mark.filterwarnings("ignore:precision='bf16' on a processor")
 def test_training_in_bfloat16():
     model = without_dropout(network())
     one = quiet(copy.deepcopy(model), sample, loss, TrainConfig(3, precision="bf16", log_every=1)).log

@@ -168,7 +168,6 @@ def failing(at):
     return sample_until
 
 
-@pytest.mark.filterwarnings("ignore:precision='bf16' on a processor")
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "muon-fp32"])
 def test_a_llama_with_tied_embeddings_goes_on_to_the_bit(tmp_path, optimizer):
     def until_stop(step, seed):

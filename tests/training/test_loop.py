@@ -1,7 +1,6 @@
 """The training loop: what it computes, and what it refuses."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,6 @@ from refusals import refused
 from small_training import llama, loss, network, next_token, norms, quiet, same_weights, sample, tokens
 from torch import nn
 
-from align_circuits.training import loop
 from align_circuits.training.loop import TrainConfig, learning_rate
 
 
@@ -98,21 +96,11 @@ def test_without_a_limit_nothing_is_clipped():
     assert same_weights(*models)
 
 
-@pytest.mark.filterwarnings("ignore:precision='bf16' on a processor")
 def test_it_learns_in_bf16_and_keeps_fp32_weights():
     model = linear()
     run = quiet(model, sample, loss, TrainConfig(steps=200, lr=0.02, precision="bf16", log_every=50))
     assert run.log["loss"].iloc[-1] < 0.3 * run.log["loss"].iloc[1]
     assert model.weight.dtype == torch.float32
-
-
-def test_bf16_without_instructions_for_it_is_warned_of_before_the_first_step(monkeypatch, tmp_path):
-    for fast in (True, False):
-        monkeypatch.setattr(loop, "has_fast_bfloat16", lambda _, fast=fast: fast)
-        with nullcontext() if fast else pytest.warns(UserWarning, match="bfloat16: steps take ten times as long"):
-            quiet(linear(), sample, loss, TrainConfig(steps=2, precision="bf16"), out=tmp_path / str(fast))
-    quiet(linear(), sample, loss, TrainConfig(steps=2, precision="bf16"), out=tmp_path / "False")  # no step is left
-    quiet(linear(), sample, loss, TrainConfig(steps=2))
 
 
 def test_compiled_it_computes_the_same(monkeypatch):

@@ -278,7 +278,6 @@ def test_training_attends_by_the_fused_kernel_where_it_computes_the_same(random_
     assert unwrapped(ac.load(random_hf_model("gemma2"))).config._attn_implementation == "eager", "it caps its scores"
 
 
-@pytest.mark.filterwarnings("ignore:precision='bf16' on a processor")
 def test_bf16_and_checkpointing_compute_the_same(llama):
     plain = run(llama, config=replace(QUICK, dropout=0.0))
     saving = run(llama, config=replace(QUICK, dropout=0.0, checkpointing=True))
@@ -657,7 +656,6 @@ def test_fused_adapters_train_as_peft_does(name, checkpointing, random_hf_model,
     assert torch.equal(*outputs)
 
 
-@pytest.mark.filterwarnings("ignore:precision='bf16' on a processor")
 @pytest.mark.parametrize(
     "settings", [{"dropout": 0.1}, {"precision": "bf16"}, {"dropout": 0.0}], ids=["dropout", "bf16", "neither"]
 )
