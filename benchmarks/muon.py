@@ -1,9 +1,10 @@
 """A step of Muon in float32 beside `torch.optim.Muon`, which takes bfloat16, and how far their updates differ.
 
 Eight matrices a width, as two layers have: queries, keys and values in one, outputs, and the two of an MLP. Each round
-runs both; the ratio is the median over rounds. Processors with instructions for bfloat16 have smaller ratios. Updates
-are of random gradients, and of such whose rank is a quarter of the width: the norm of the difference, relative to the
-norm of ours, the mean over matrices.
+runs PyTorch's as it is, PyTorch's with its products in float32 (as trainings do on a processor without instructions for
+bfloat16), and ours. Times are medians over rounds; in brackets, how many times as long as ours it took. Processors with
+such instructions have smaller ratios. Updates are of random gradients, and of such whose rank is a quarter of the
+width: the norm of the difference, relative to the norm of ours, the mean over matrices.
 
     python benchmarks/muon.py [--widths 64 128 256] [--rounds 5] [--threads 1] [--device cuda]
 """
@@ -11,11 +12,14 @@ norm of ours, the mean over matrices.
 import argparse
 import statistics
 import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from patching import processor, timed
 from torch import nn
 
+from align_circuits.training.bfloat16 import WidenedProducts
 from align_circuits.training.muon import Muon
 
 
@@ -29,14 +33,15 @@ def matrices(width: int, device: str) -> list[nn.Parameter]:
     return found
 
 
-def seconds(optimizer: torch.optim.Optimizer, device: str) -> float:
-    """Returns how long a step takes: of processor time on one thread, else by the clock."""
-    if not device.startswith("cuda"):
-        return timed(optimizer.step)[0]
-    begin = time.perf_counter()
-    optimizer.step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+def seconds(optimizer: torch.optim.Optimizer, device: str, context: AbstractContextManager[Any]) -> float:
+    """Returns how long a step takes within a context: of processor time on one thread, else by the clock."""
+    with context:
+        if not device.startswith("cuda"):
+            return timed(optimizer.step)[0]
+        begin = time.perf_counter()
+        optimizer.step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
 
 
 def difference(width: int, rank: int, device: str) -> float:
@@ -66,18 +71,21 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(f"{processor()}, torch {torch.__version__}, {arguments.threads} threads, {arguments.device}")
-    print("width  torch.optim.Muon, ms  ours, ms  times as fast          difference, full rank  of rank width/4")
+    print("width   torch.optim.Muon, ms   in float32, ms   ours, ms   difference, full rank   of rank width/4")
     for width in arguments.widths:
         theirs = torch.optim.Muon(matrices(width, arguments.device), lr=1e-3, weight_decay=0.0)
         ours = Muon(matrices(width, arguments.device), lr=1e-3)
-        both = (theirs, ours)
-        times = [[seconds(optimizer, arguments.device) for optimizer in both] for _ in range(arguments.rounds + 1)][1:]
-        one, other = (1000 * statistics.median(column) for column in zip(*times, strict=True))
-        ratios = sorted(a / b for a, b in times)
-        spread = f"({ratios[0]:.1f} to {ratios[-1]:.1f})"
+        three = ((theirs, nullcontext()), (theirs, WidenedProducts()), (ours, nullcontext()))
+        times = [
+            [seconds(optimizer, arguments.device, context) for optimizer, context in three]
+            for _ in range(arguments.rounds + 1)
+        ][1:]
+        cells = [f"{1000 * statistics.median(column):.1f}" for column in zip(*times, strict=True)]
+        for place in (0, 1):
+            ratios = sorted(row[place] / row[2] for row in times)
+            cells[place] += f" ({ratios[0]:.1f} to {ratios[-1]:.1f} x)"
         full, low = (difference(width, rank, arguments.device) for rank in (width, width // 4))
-        line = f"{width:5} {one:21.1f} {other:9.1f} {statistics.median(ratios):14.1f} {spread:16}"
-        print(f"{line} {full:12.3f} {low:16.3f}", flush=True)
+        print(f"{width:5} {cells[0]:>22} {cells[1]:>16} {cells[2]:>10} {full:>23.3f} {low:>17.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ class WidenedProducts(TorchDispatchMode):
         return *(each.bfloat16() for each in wide[:n]), *wide[n:]
 
 
-def bfloat16_products(device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context in which products in bfloat16 are fast on a device: `WidenedProducts`, if it needs it."""
-    return nullcontext() if has_fast_bfloat16(device) else WidenedProducts()
+def fast_bfloat16(narrow: bool, device: torch.device) -> AbstractContextManager[Any]:
+    """Returns a context for computations on a device: `WidenedProducts`, if they are `narrow` and it needs that."""
+    return WidenedProducts() if narrow and not has_fast_bfloat16(device) else nullcontext()
 
 
 def _is_narrow(value: Any) -> bool:

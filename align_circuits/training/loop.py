@@ -5,7 +5,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -22,7 +22,7 @@ from align_circuits.hooks.compat import bridges, model_state
 from align_circuits.hooks.left_as_found import one_thread_at_a_time
 from align_circuits.jobs.checkpoint_files import Checkpoint, load_checkpoint, run_folder, save_checkpoint
 from align_circuits.jobs.identity import identity_of
-from align_circuits.training.bfloat16 import bfloat16_products
+from align_circuits.training.bfloat16 import fast_bfloat16
 from align_circuits.training.muon import Muon
 
 Precision = Literal["fp32", "bf16"]
@@ -53,7 +53,7 @@ class TrainConfig:
     optimizer: OptimizerName = "adamw"
     """AdamW and SGD in PyTorch's fused form; Muon (Jordan et al., 2024) for the matrices inside the network, which on
     small transformers brings induction heads several times sooner, with AdamW for embeddings and vectors. `"muon"` is
-    PyTorch's, in bfloat16; `"muon-fp32"` (`training/muon.py`) is many times as fast on a CPU without bfloat16."""
+    PyTorch's, in bfloat16; `"muon-fp32"` (`training/muon.py`) is faster on a CPU without bfloat16."""
     rest_lr: float | None = None
     """With Muon, the highest learning rate of what AdamW trains; it follows the same schedule."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -193,7 +193,7 @@ def train(
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=narrow)
 
     def backward(batch: Any) -> Float[Tensor, ""]:
-        with bfloat16_products(device) if narrow else nullcontext():
+        with fast_bfloat16(narrow, device):
             with autocast:
                 value = loss(network, batch)
             for parameter in trained.values():
@@ -249,7 +249,8 @@ def train(
                         # Set from the step alone, not by a scheduler: there is no state to save, and `rest_lr` follows
                         # the same course.
                         group["lr"] = optimizer.defaults["lr"] * (learning_rate(config, step) / config.lr)
-                    optimizer.step()
+                    with fast_bfloat16(config.optimizer == "muon", device):
+                        optimizer.step()
                 loss_sum += loss_value
                 bar.set_postfix(loss=f"{loss_value:.4f}", refresh=False)
                 bar.update()

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align_circuits.heads.score import score_heads
-from align_circuits.hooks.compat.stored_weights import has_fast_bfloat16
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import wrapped_in_place
@@ -173,9 +172,6 @@ def pretrain(
 ) -> TrainRun:
     """Trains a Llama from scratch and writes it to `out/model`; goes on from the last checkpoint of a killed run.
 
-    Weights and steps are in float32. PyTorch's Muon, which made the bundled weights, takes its steps in bfloat16; where
-    the device has no instructions for it, in which it would take most of the time, `"muon-fp32"` stands in for it.
-
     Args:
         recipe: The model, its text and its training.
         seed: Fixes the weights and the documents.
@@ -193,8 +189,6 @@ def pretrain(
     out = writable_folder(out)
     kept = out if state is None else writable_folder(state)
     model = untrained(recipe, seed)
-    if recipe.train.optimizer == "muon" and not has_fast_bfloat16(model.device):
-        recipe = replace(recipe, train=replace(recipe.train, optimizer="muon-fp32"))
 
     def sample(step: int, batch_seed: int) -> tuple[Tensor, Tensor, Tensor]:
         stage = recipe.stage(step)

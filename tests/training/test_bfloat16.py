@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align_circuits.training import bfloat16
-from align_circuits.training.bfloat16 import WidenedProducts, bfloat16_products
+from align_circuits.training.bfloat16 import WidenedProducts, fast_bfloat16
 from align_circuits.training.loop import TrainConfig, train
 
 DRAWN = torch.Generator().manual_seed(0)
@@ -73,13 +73,14 @@ def test_attention_and_its_gradients_are_pytorchs(causal):
     assert off[1] <= off[0] * 1.01
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_only_a_device_without_instructions_needs_it(monkeypatch, fast):
+@pytest.mark.parametrize(("narrow", "fast"), [(True, True), (True, False), (False, False)])
+def test_only_bfloat16_on_a_device_without_instructions_needs_it(monkeypatch, narrow, fast):
     monkeypatch.setattr(bfloat16, "has_fast_bfloat16", lambda _: fast)
-    assert isinstance(bfloat16_products(torch.device("cpu")), nullcontext if fast else WidenedProducts)
+    expected = WidenedProducts if narrow and not fast else nullcontext
+    assert isinstance(fast_bfloat16(narrow, torch.device("cpu")), expected)
 
 
-def trained():
+def trained(**settings):
     shape = LlamaConfig(vocab_size=11, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -92,13 +93,21 @@ def trained():
         logits = network(ids).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
-    return train(model, sample, loss, TrainConfig(40, lr=3e-3, precision="bf16", log_every=1), progress=False)
+    return train(model, sample, loss, TrainConfig(40, lr=3e-3, log_every=1, **settings), progress=False)
 
 
-def test_a_training_takes_the_course_that_pytorchs_own_products_give(monkeypatch):
+MUON = pytest.param(
+    {"optimizer": "muon", "rest_lr": 3e-3},
+    marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch 2.9 brought Muon"),
+    id="muon",
+)
+
+
+@pytest.mark.parametrize("settings", [pytest.param({"precision": "bf16"}, id="bf16"), MUON])
+def test_a_training_takes_the_course_that_pytorchs_own_products_give(monkeypatch, settings):
     courses = {}
     for fast in (True, False):
         monkeypatch.setattr(bfloat16, "has_fast_bfloat16", lambda _, fast=fast: fast)
-        courses[fast] = trained().log["loss"][1:]
+        courses[fast] = trained(**settings).log["loss"][1:]
     assert list(courses[True]) != list(courses[False])  # so both ways were taken
     assert (courses[True] - courses[False]).abs().max() < 0.01
