@@ -176,6 +176,8 @@ class Row:
     claims: Sequence[str] = ()
     number: str = ""
     panel: str = ""
+    besides: Sequence[str] = ()
+    note: str = ""
     untested: str = ""
     wrong: dict[str, str] = field(default_factory=dict)
     size: dict[str, Any] = field(default_factory=dict)
@@ -200,6 +202,11 @@ class Kept:
         return [check.claim for check in self.checks]
 
     @property
+    def judged(self) -> list[Check]:
+        """Those that the verdict follows from."""
+        return [check for check in self.checks if not any(part in check.claim for part in self.row.besides)]
+
+    @property
     def outcome(self) -> Outcome:
         """The verdict."""
         if self.row.untested:
@@ -208,7 +215,7 @@ class Kept:
         refuted = any(
             wrong["claim"] in each.claim and each.verdict == wrong["verdict"] for each in self.checks if wrong
         )
-        return outcome([check.verdict for check in self.checks], refuted=refuted)
+        return outcome([check.verdict for check in self.judged], refuted=refuted)
 
     @property
     def shown(self) -> Check:
@@ -220,6 +227,7 @@ class Kept:
         """What the shown number is the mean of."""
         if of_each := self.shown.measured.seeds:
             return _many(len(of_each), self.row.unit or "seed")
+        worst = "the worst of " * ("in the worst seed" in self.shown.claim)
         if self.shown.measured.exact:
             return "exact"
         config = self.table.provenance.settings.get("config") or {}
@@ -229,7 +237,7 @@ class Kept:
         alone = self.table.frame["seed"].nunique() if "seed" in self.table.frame else 0
         seeds = max(recipes.values(), default=alone)
         prompts = config.get("n", int(self.table.frame["n"].max()))
-        return _many(seeds, "seed") if seeds else _many(prompts, "prompt")
+        return worst + _many(seeds, "seed") if seeds else _many(prompts, "prompt")
 
 
 def _many(number: int, of: str) -> str:
@@ -307,7 +315,7 @@ def scoreboard(paper: str) -> str:
         body = "".join(map(_row, rows(paper)))
     finally:
         kaleido.stop_sync_server(silence_warnings=True)
-    heads = ("", "verdict", "the paper says", "its number", "ours", "n, size")
+    heads = ("", "verdict", "the paper says, in our words", "its number", "ours", "n, size")
     head = "".join(f"<th>{each}</th>" for each in heads)
     return f'<table class="scoreboard"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
@@ -316,22 +324,28 @@ def _row(row: Row) -> str:
     largest, *others = kept(row)
     shown = largest.shown
     known = published_of(row.experiment, shown.claim)
-    verdicts = [check.verdict for check in largest.checks]
-    claims = f"<br><small>claims: {told({each: verdicts.count(each) for each in get_args(Verdict)})}</small>"
+    claims = f"<br><small>claims: {_told(largest.judged)}</small>"
+    if besides := [check for check in largest.checks if check not in largest.judged]:
+        claims += f"<br><small>besides: {_told(besides)}</small>"
     page = row.wrong.get("page") if largest.outcome == "the paper is wrong" else None
     verdict = f'<a href="{page}.html">{largest.outcome}</a>' if page else largest.outcome
-    why = f"<br><small>{html.escape(row.untested)}</small>" if row.untested else ""
+    why = "".join(f"<br><small>{html.escape(each)}</small>" for each in (row.untested, row.note) if each)
     smaller = "".join(f"<br><small>{each.folder.name}, {_percent(each)}: {each.outcome}</small>" for each in others)
     anchor = f"results-{row.paper}.html#{row.experiment.replace('/', '-')}"
     cells = {
         "": f'<a href="{anchor}">{_thumbnail(row, largest)}{html.escape(row.of)}</a>',
         "verdict": f'<b class="{largest.outcome.split()[0]}">{verdict}</b>{why}{claims}{smaller}',
-        "the paper says": html.escape(row.says),
+        "the paper says, in our words": html.escape(row.says),
         "its number": "–" if known is None else html.escape(_printed(known)),
         "ours": f"{html.escape(_number(shown.measured))}<br><small>{html.escape(shown.claim)}</small>",
         "n, size": f"{largest.n}, {_percent(largest)}<br><small>{html.escape(largest.of)}</small>",
     }
     return "<tr>" + "".join(f'<td data-of="{of}">{cell}</td>' for of, cell in cells.items()) + "</tr>"
+
+
+def _told(checks: Sequence[Check]) -> str:
+    verdicts = [check.verdict for check in checks]
+    return told({each: verdicts.count(each) for each in get_args(Verdict)})
 
 
 def _number(measured: Measured) -> str:

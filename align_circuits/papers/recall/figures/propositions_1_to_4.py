@@ -186,6 +186,15 @@ _CLAIMS = [
         "as printed",
     ),
     Claim(
+        "As printed it is right at every position, where subjects share values (accuracy where it is least)",
+        "'always gives the correct prediction for any token position'",
+    ).at_least(
+        1.0,
+        _worst(form="printed", sequences="pretraining"),
+        _worst(form="corrected", sequences="pretraining"),
+        "corrected",
+    ),
+    Claim(
         "As printed the attribute is right if no value is shared (accuracy)", "'correctly predicts the last token'"
     ).at_least(1.0, _worst(world="unshared values", **_ATTRIBUTE), _worst(**_ATTRIBUTE), "shared values"),
     Claim(
