@@ -37,7 +37,7 @@ class WidenedProducts(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in self.outputs or not any(map(_is_narrow, args)):
             return func(*args, **kwargs)
-        wide = func(*(each.float() if _is_narrow(each) else each for each in args), **kwargs)
+        wide = func(*map(_widened, args), **{name: _widened(each) for name, each in kwargs.items()})
         if isinstance(wide, Tensor):
             return wide.bfloat16()
         n = self.outputs[func]
@@ -51,3 +51,7 @@ def fast_bfloat16(narrow: bool, device: torch.device) -> AbstractContextManager[
 
 def _is_narrow(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.bfloat16
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if _is_narrow(value) else value

@@ -55,20 +55,21 @@ def test_a_product_is_the_exact_one_rounded_once():
     torch.testing.assert_close(widened, exact, rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_and_its_gradients_are_pytorchs(causal):
+@pytest.mark.parametrize("settings", [{"is_causal": True}, {}, {"attn_mask": drawn(11, 11)}])
+def test_attention_and_its_gradients_are_pytorchs(settings):
     drawings, results = [drawn(2, 3, 11, 8) for _ in range(3)], []
     for context in (nullcontext(), WidenedProducts()):
         query, key, value = inputs = [each.clone().requires_grad_() for each in drawings]
         with context:
-            output = scaled_dot_product_attention(query, key, value, is_causal=causal)
+            output = scaled_dot_product_attention(query, key, value, **settings)
             (output.float() ** 2).sum().backward()
         results.append([output, *(each.grad for each in inputs)])
     for one, other in zip(*results, strict=True):
         assert one.dtype == other.dtype == torch.bfloat16
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)  # PyTorch rounds the attention weights
     query, key, value = (each.double() for each in drawings)
-    exact = scaled_dot_product_attention(query, key, value, is_causal=causal)
+    wide = {name: each.double() if isinstance(each, torch.Tensor) else each for name, each in settings.items()}
+    exact = scaled_dot_product_attention(query, key, value, **wide)
     off = [(result[0].double() - exact).norm() for result in results]
     assert off[1] <= off[0] * 1.01
 
