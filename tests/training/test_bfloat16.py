@@ -1,6 +1,7 @@
 """Products in bfloat16 on a processor without instructions for it: as PyTorch computes them, in float32's time."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_attention_and_its_gradients_are_pytorchs(settings):
         assert one.dtype == other.dtype == torch.bfloat16
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)  # PyTorch rounds the attention weights
     query, key, value = (each.double() for each in drawings)
-    wide = {name: each.double() if isinstance(each, torch.Tensor) else each for name, each in settings.items()}
+    wide: Any = {name: each.double() if isinstance(each, torch.Tensor) else each for name, each in settings.items()}
     exact = scaled_dot_product_attention(query, key, value, **wide)
     off = [(result[0].double() - exact).norm() for result in results]
     assert off[1] <= off[0] * 1.01
