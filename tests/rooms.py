@@ -16,11 +16,11 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (390, 300),
     "align_circuits/jobs": (1779, 1000),
-    "align_circuits/prompts": (1675, 1300),
+    "align_circuits/prompts": (1695, 1300),
     "align_circuits/tables": (1700, 1100),
     "align_circuits/tasks": (2162, 2100),
     "align_circuits/models": (3325, 2400),
-    "align_circuits/run": (2177, 1500),
+    "align_circuits/run": (2215, 1500),
     "align_circuits/heads": (4410, 2600),
     "align_circuits/circuits": (1269, 1100),
     "align_circuits/localizers": (545, 500),

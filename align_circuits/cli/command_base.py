@@ -265,7 +265,8 @@ class PromptVerb(Verb):
             for doubt in doubts:
                 warnings.warn_explicit(doubt.message, doubt.category, doubt.filename, doubt.lineno)
             self.doubts[:] = [str(doubt.message) for doubt in doubts]
-            if self.n is not None and not 1 <= self.n <= (count := len(clean)):
+            if self.n is not None and not 1 <= self.n <= len(clean):
+                count = len(clean)
                 raise ValueError(f"--n {self.n}: {str(self.prompts)!r} has {count} prompts; give 1 to {count}")
             clean, corrupted = clean[: self.n], None if corrupted is None else corrupted[: self.n]
             if self.targets == "first":
@@ -294,8 +295,8 @@ class PromptVerb(Verb):
             count = int((of_targets == prompt).sum())
             raise ValueError(
                 f"{str(self.prompts)!r}, line {lines[prompt]}: the answer has {count} tokens and the wrong one another "
-                f"number, so that {asked} can compare their first tokens alone: add --targets first, or give answers "
-                "of equally many tokens"
+                f"number, or some of the same, so that {asked} can compare their first tokens alone: add --targets "
+                "first, or give answers of equally many tokens, none in common"
             )
 
     @property

@@ -15,7 +15,7 @@ from align_circuits.report import plots
 from align_circuits.report.page import Section
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.ranking import End, best_end
-from align_circuits.tables.tables import VALUES, Table
+from align_circuits.tables.tables import VALUES, Table, in_common
 
 SHOWN = 10
 """The rows that are printed; the report has more and the table all."""
@@ -73,10 +73,8 @@ class Compare(Verb):
         elif len(differing) or not has_intervals:
             one, other = (each.provenance.data for each in tables)
             same = "the same" if one.get("digest") == other.get("digest") else "independent"
-            why = ": one run alone has groups, so the prompts may be the same" * (
-                ("groups" in one) != ("groups" in other)
-            )
-            intervals = f"with 95% intervals over {same} prompts" if has_intervals else f"without intervals{why}"
+            without = f"without intervals: {in_common(*tables)}".removesuffix(": ")
+            intervals = f"with 95% intervals over {same} prompts" if has_intervals else without
             summary += f" Differences are B minus A, {intervals}."
         folders = zip("AB", (self.first, self.second), tables, strict=True)
         shown_runs = {name: f"{folder} ({_measured_by(run)})" for name, folder, run in folders}

@@ -50,7 +50,7 @@ def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
         line_name = f"{str(path)!r}, line {number}"
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # ValueError: no JSON, or an integer of thousands of digits
             raise ValueError(f"{line_name}: no JSON ({error}); give one object a line") from error
         if isinstance(record, list):
             raise ValueError(f"{line_name}: a list; give one object a line, without brackets around them")

@@ -47,6 +47,9 @@ TARGET_COLUMNS = ("prompt", "query_pos", "target_pos", "token", "phrase", "offse
 _ALIGNMENT = ("lookup", "align_query")
 """The relations of which the gold alignment is drawn."""
 
+SAME_INPUTS = 8
+"""Letters at the start of `Prompts.digest` that are of inputs and mask alone."""
+
 WRONG = "wrong"
 """The column of targets with the token that the metric `"logit_diff"` compares with, where there is one."""
 
@@ -290,15 +293,19 @@ class Prompts:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of inputs, mask, targets and groups, the same for equal prompts, whose tables may be paired."""
+        """A hash of inputs, mask, targets and groups, the same for equal prompts, whose tables may be paired.
+
+        Its first half is of inputs and mask alone.
+        """
         sha = hashlib.sha256()
         # Without relations and kinds of tokens: tables of the same tokens and targets may be paired, however labelled.
         for tensor in (self.inputs, self.mask):
             sha.update(np.ascontiguousarray(tensor.numpy()).tobytes())
+        of_inputs = sha.hexdigest()[:SAME_INPUTS]
         sha.update(self.targets[["prompt", "query_pos", "token"]].to_numpy(dtype=np.int64).tobytes())
         if self.group is not None:
             sha.update(self.group.numpy().tobytes())
-        return sha.hexdigest()[:16]
+        return of_inputs + sha.hexdigest()[: 16 - SAME_INPUTS]
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -590,7 +597,7 @@ class Prompts:
     def _of_texts(
         cls, tokenized: Sequence[TokenizedText], tokenizer: Any, groups: Sequence[Hashable] | None, names: Sequence[str]
     ) -> "Prompts":
-        groups = groups_of_equal([text.text for text in tokenized], names) if groups is None else groups
+        groups = groups_of_equal([text.ids[: text.n_text] for text in tokenized], names) if groups is None else groups
         prompts = cls.from_tokens([text.ids for text in tokenized], tokenizer=tokenizer)
         start = prompts.mask.int().argmax(1)  # prompts are padded on the left
         begins = prompts.tokens == (-1 if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
@@ -604,10 +611,11 @@ class Prompts:
             offset = (prompts.column("target_pos") - answer[prompts.column("prompt")]).numpy()
             targets = prompts.targets.assign(offset=offset, kind=np.where(offset == 0, *KINDS))
             if tokenized[0].wrong:
+                # Where a later token is the same in both answers, there is nothing to compare.
                 targets[WRONG] = [
-                    token
+                    np.nan if wrong == right else wrong
                     for text in tokenized
-                    for _, token in zip_longest(text.ids[text.n_text :], text.wrong, fillvalue=np.nan)
+                    for right, wrong in zip_longest(text.ids[text.n_text :], text.wrong, fillvalue=np.nan)
                 ]
             prompts = replace(prompts, targets=targets)
         if groups is not None and len(groups) != len(prompts):

@@ -38,13 +38,14 @@ class TokenizedText:
     """Named positions, as indices of `ids`."""
 
 
-def groups_of_equal(texts: Sequence[str], names: Sequence[str]) -> list[int] | None:
-    """Returns a group for each text, the same for equal ones, of which it warns by name; None where all differ."""
-    groups, different = pd.factorize(pd.Series(texts))
+def groups_of_equal(texts: Sequence[Sequence[int]], names: Sequence[str]) -> list[int] | None:
+    """Returns a group for each text, the same for equal tokens, of which it warns by name; None where all differ."""
+    of_ids = pd.Series([*map(tuple, texts)])
+    groups, different = pd.factorize(of_ids)
     again = len(texts) - len(different)
     if not again:
         return None
-    first = names[int(pd.Series(texts).duplicated().to_numpy().argmax())]
+    first = names[int(of_ids.duplicated().to_numpy().argmax())]
     repeat = f"{first} repeats an earlier text" if again == 1 else f"{again} texts repeat earlier ones, first {first}"
     warnings.warn(f"{repeat}; equal texts count as one group, since they are no independent evidence", stacklevel=3)
     return groups.tolist()
@@ -67,7 +68,8 @@ def tokenize(
             begins with the same token, or a named position that is not there.
 
     Warns of what is hardly meant: an answer that goes on with the text's last word, a space at the end of the text, a
-    wrong answer of several tokens beside an answer of one, and a named position inside a word.
+    wrong answer of several tokens beside an answer of one, a named position inside a word, and characters that the
+    vocabulary lacks.
     """
     if not texts:
         raise ValueError("no texts: give at least one")
@@ -85,6 +87,8 @@ def tokenize(
         ids = _ids(tokenizer, text)
         if not ids:
             raise ValueError(f"{text_name}: the text is empty; give one of at least one token")
+        if tokenizer.unk_token_id in ids and tokenizer.unk_token not in text:
+            doubts[text_name] = f"the vocabulary lacks characters of {text!r}, which the model reads as unknown tokens"
         columns_of = {
             name: _place(tokenizer, text_name, text, ids, name, given[index]) for name, given in named.items()
         }
@@ -214,8 +218,8 @@ def _of_each(name: str, place: Any, count: int) -> list[Place]:
 
 def _is_place(place: Any) -> bool:
     if isinstance(place, tuple) and len(place) == 2:
-        return isinstance(place[0], str) and isinstance(place[1], int)
-    return isinstance(place, int | str)
+        return isinstance(place[0], str) and isinstance(place[1], int) and not isinstance(place[1], bool)
+    return isinstance(place, int | str) and not isinstance(place, bool)
 
 
 def read_by(tokenizer: Any, text: str | list[str], **how: Any) -> Any:
@@ -278,6 +282,8 @@ def _continuation(tokenizer: Any, text_name: str, what: str, text: str, ids: lis
             spaced = " " + answer.strip()
             remedy = f"the space at the end of the text belongs to it: end the text without, and give {spaced!r}"
         raise ValueError(f"{text_name}: the {what} {answer!r} is no token of its own behind {text[-20:]!r}; {remedy}")
+    if tokenizer.unk_token_id in both[len(ids) :] and tokenizer.unk_token not in answer:
+        raise ValueError(f"{text_name}: the vocabulary lacks characters of the {what} {answer!r}; give one that it has")
     return both[len(ids) :]
 
 
@@ -297,7 +303,8 @@ def _place(tokenizer: Any, text_name: str, text: str, ids: list[int], name: str,
             f"{text_name}: positions[{name!r}]: {word!r} occurs {len(starts)} times; say which one, as {first}"
         )
     # Only at its last token has a causal model read the whole part.
-    last = starts[occurrence or 0] + len(word) - 1
+    # A space behind it would belong to the token of the next word.
+    last = starts[occurrence or 0] + len(word.rstrip() or word) - 1
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"positions[{name!r}]: this tokenizer does not say where its tokens lie; give token indices")
     encoded = read_by(tokenizer, text, return_offsets_mapping=True)

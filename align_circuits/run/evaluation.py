@@ -1,5 +1,6 @@
 """Accuracy beside that of reference predictors without alignment."""
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -72,7 +73,15 @@ def evaluate(
     if not len(prompts) or prompts.targets.empty:
         raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
     if metrics is None:
-        compared = WRONG in prompts.targets and bool(prompts.targets[WRONG].notna().all())
+        known = prompts.targets[WRONG].notna() if WRONG in prompts.targets else pd.Series(dtype=bool)
+        compared = bool(known.any() and known.all())
+        if known.any() and not compared:
+            warnings.warn(
+                f"{CHOICE_ACCURACY} and logit_diff are left out: {(~known).sum()} of {len(known)} targets have no "
+                "wrong token of their own; evaluate prompts.select_targets('first'), on the command line --targets "
+                "first, to compare first tokens",
+                stacklevel=4,
+            )
         metrics = ("accuracy", "log_prob", *([CHOICE_ACCURACY, "logit_diff"] if compared else []))
     targets = TargetMetrics.of(prompts, listed(metrics)).with_reference(model, prompts, options=options)
     values, engine = targets.measure(model, edits, options=options)

@@ -12,6 +12,8 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
+from scipy.sparse import block_array, coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from align_circuits.checks import checked
@@ -37,7 +39,8 @@ Direction = Literal["noise", "denoise"]
 class Pair:
     """Clean prompts and corrupted ones, token for token alike in shape, and what is measured of them.
 
-    Targets are those of the clean prompts in both runs.
+    Targets are those of the clean prompts in both runs. Pairs are related, and intervals over groups of them, where
+    their clean prompts are related or their corrupted ones (`Prompts.group`).
 
     Raises:
         ValueError: Prompts that differ in number, length or targets, or that are given the wrong way round; an unknown
@@ -67,6 +70,9 @@ class Pair:
         check_pair(self.clean, self.corrupted)
         if not len(self.clean):
             raise ValueError("a pair of no prompts: give at least one clean prompt and its corrupted partner")
+        if (group := _related(self.clean, self.corrupted)) is not None:
+            for name in ("clean", "corrupted"):
+                object.__setattr__(self, name, replace(getattr(self, name), group=group))
         if self.metric is not None or self.kind is not None:
             # Only for its errors, which should come from here and not from the verb that reads the pair.
             TargetMetrics.of(self.base, (self.metric or "log_prob",), self.kind or "all")
@@ -299,6 +305,22 @@ class CachedPair:
     def between(self, name: str, share: float) -> Float[Tensor, "prompt pos ..."]:
         """Returns the activation that lies a share of the way from the source to the base."""
         return torch.lerp(self.source[name], self.base[name], share)
+
+
+def _related(clean: Prompts, corrupted: Prompts) -> Int[Tensor, " prompt"] | None:
+    """Which pairs are related: those in a chain, of which each shares a group with the next in one of the halves.
+
+    None where both halves have the same groups, or none.
+    """
+    ours, theirs = clean.group, corrupted.group
+    if ours is None or theirs is None:
+        return theirs if ours is None else ours
+    if torch.equal(ours, theirs):
+        return None
+    one, other = (np.unique(group.numpy(), return_inverse=True)[1] for group in (ours, theirs))
+    shared = coo_array((np.ones(len(one)), (one, other)), shape=(one.max() + 1, other.max() + 1))
+    _, chain = connected_components(block_array([[None, shared], [shared.T, None]]))
+    return torch.from_numpy(chain[one].astype(np.int64))
 
 
 def check_pair(clean: Prompts, corrupted: Prompts) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from inspect import signature
 from itertools import pairwise
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -56,9 +56,13 @@ def checked_names(metrics: Sequence[Any], takes: str = "(logits, targets)") -> l
         takes: The two arguments of such a function.
 
     Raises:
-        ValueError: A function that does not take two arguments, or two metrics of one name.
+        ValueError: A function that does not take two arguments, or is called as a metric of the package, whose bounds
+            and ranking its numbers would be given; or two metrics of one name.
     """
+    taken = {*get_args(MetricName), *SHARES}
     for metric in metrics:
+        if callable(metric) and (name := name_of_metric(metric)) in taken:
+            raise ValueError(f"a function called {name!r}, which is a metric of the package: rename the function")
         try:
             if callable(metric):
                 signature(metric).bind(None, None)
@@ -431,8 +435,8 @@ def wrong_tokens(targets: pd.DataFrame, d_vocab: int) -> Int[Tensor, " target"]:
         raise ValueError(
             f"the column {WRONG!r} of the targets holds {column.to_numpy()[~known][0]} in prompt "
             f"{targets['prompt'].to_numpy()[~known][0]} (counted from 0): give a token id from 0 to {d_vocab - 1} for "
-            "each target. Where an answer has several tokens, only the first has a wrong one: give answers of one "
-            "token, or compare first tokens, prompts.select_targets('first')"
+            "each target. Where right and wrong answer have unlike numbers of tokens, or share later ones, only the "
+            "others have a wrong one: compare first tokens, prompts.select_targets('first')"
         )
     return torch.from_numpy(wrong.astype(np.int64))
 

@@ -18,7 +18,8 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
 
     | rows | what matters most lies |
     |---|---|
-    | p, causal_p, q, rank, loss | lowest |
+    | p, causal_p, q | lowest |
+    | rank and loss | lowest; where something is taken away highest: worst damage |
     | the step of `emergence` | lowest: it emerged first |
     | effects of `ablate_heads`, of `minimality`, and of direction `"noise"` | lowest: worst damage |
     | the same, measured as `"kl"` from the intact prediction | highest: worst damage |
@@ -49,11 +50,13 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
             )
         return ends.pop()
     metric, direction = keys.get("metric"), keys.get("direction", settings.get("direction"))
+    takes_away = verb in LOSSES or direction == "noise"
+    if metric in ("rank", "loss"):  # what is taken away makes them rise
+        return "highest" if takes_away else "lowest"
     if metric in SMALL_IS_BEST or (verb == "emergence" and keys.get("measure") == "step"):
         return "lowest"
     if settings.get("grad_drop"):
         return "highest"
-    takes_away = verb in LOSSES or direction == "noise"
     if metric == "kl" and not settings.get("normalized"):  # normalised, the clean prediction is 1 as of all metrics
         return "lowest" if direction == "denoise" else "highest"
     return "lowest" if takes_away else "highest"

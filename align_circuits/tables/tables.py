@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from align_circuits.checks import checked, described
 from align_circuits.jobs.files import is_path, replacing
 from align_circuits.jobs.folders import finish_moves, replacing_in
+from align_circuits.prompts.prompts import SAME_INPUTS
 from align_circuits.tables import baselines, calls
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.provenance import TEXTS, Provenance
@@ -436,8 +437,9 @@ class Table:
         difference. That of accuracy and other shares (`SHARES`) stays within its bounds
         (`intervals.proportion_change`), which are -1 and 1, or -2 and 2 for differences of changes; it is NaN where a
         prompt weighs differently on both sides. Where the prompts are known to differ, the interval is that of
-        independent prompts (`intervals.unpaired_difference`), mostly too wide where some are the same. Else there is
-        no honest interval, and low and high are NaN. A difference has no baselines.
+        independent prompts (`intervals.unpaired_difference`), mostly too wide where some are the same. Else, as for
+        clean and corrupted prompts or the same prompts with other targets (`in_common`), there is no honest interval,
+        and low and high are NaN. A difference has no baselines.
 
         Raises:
             ValueError: Tables of other rows, or of patches in different directions, or a key that one table lacks and
@@ -472,7 +474,7 @@ class Table:
         low = high = np.full(len(self), np.nan)
         if same and self.values is not None and right.values is not None:
             low, high = self._interval_of_difference(right)
-        elif _other_prompts(self, other):
+        elif not same and not in_common(self, other):
             low, high = stats.unpaired_difference(
                 *(table.frame[[*VALUES[:3]]].to_numpy(float) for table in (self, right))
             )
@@ -749,12 +751,19 @@ def _same_data(one: Table, other: Table) -> bool:
     return first == second
 
 
-def _other_prompts(one: Table, other: Table) -> bool:
-    """Whether two tables are known to be measured on other prompts; with and without groups they may be the same."""
+def in_common(one: Table, other: Table) -> str:
+    """Returns why the prompts of two tables that cannot be paired may not be independent either; "" where they are."""
     first, second = (table.provenance.data for table in (one, other))
-    if "digest" not in first or "digest" not in second or ("groups" in first) != ("groups" in second):
-        return False
-    return first["digest"] != second["digest"]
+    if "digest" not in first or "digest" not in second:
+        return "not both runs kept which prompts they measured"
+    if ("groups" in first) != ("groups" in second):
+        return "one run alone has groups, so the prompts may be the same"
+    if first["digest"][:SAME_INPUTS] == second["digest"][:SAME_INPUTS]:
+        return "the prompts are the same, and their targets or groups are not"
+    tasks = [data.get("task") for data in (first, second)]
+    if len({isinstance(task, Mapping) and "corrupted" in task for task in tasks}) > 1:
+        return "one run is on corrupted prompts, which may be partners of the other's"
+    return ""
 
 
 def _measured_shares(table: Table) -> Bool[ndarray, " row"]:

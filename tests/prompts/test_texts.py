@@ -149,8 +149,8 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_lie():
         with pytest.raises(ValueError, match="this tokenizer does not say where its tokens lie; give token indices"):
             Prompts.from_texts(["ab"], Other(is_fast=is_fast), positions={"b": "b"})
     trimmed = {"input_ids": [1, 2], "offset_mapping": [(0, 1), (2, 3)]}
-    with pytest.raises(ValueError, match=r"positions\['gap'\]: no token holds the end of 'a '"):
-        Prompts.from_texts(["a b"], Other(encoding=trimmed), positions={"gap": "a "})
+    with pytest.raises(ValueError, match=r"positions\['gap'\]: no token holds the end of ' '"):
+        Prompts.from_texts(["a b"], Other(encoding=trimmed), positions={"gap": " "})
     refused("text 0: the text is empty", Prompts.from_texts, [""], Other(encoding={"input_ids": []}))
     only_bos = Prompts.from_texts([""], TOKENIZER, answer=["a"])
     assert only_bos.tokens.tolist() == [TOKENIZER("a")["input_ids"]] and only_bos.targets["query_pos"].tolist() == [0]
@@ -195,7 +195,36 @@ def test_a_wrong_answer_of_another_length_is_compared_at_the_first_token():
         wrong_tokens(prompts.targets, 64)
     model = ac.load("toy-llama")
     assert "logit_diff" in set(ac.evaluate(model, first).frame["metric"])
-    assert "logit_diff" not in set(ac.evaluate(model, prompts).frame["metric"])
+    with pytest.warns(UserWarning, match="choice_accuracy and logit_diff are left out: 1 of 5 targets have no wrong"):
+        assert "logit_diff" not in set(ac.evaluate(model, prompts).frame["metric"])
+
+
+def test_a_later_token_that_both_answers_share_is_not_compared():
+    prompts = Prompts.from_texts(["x:", "y:"], TOKENIZER, answer=["ac", "bd"], wrong=["bc", "ca"])
+    a, b, c = (ids_of(letter)[-1] for letter in "abc")
+    np.testing.assert_array_equal(prompts.targets[WRONG], [b, np.nan, c, a])
+    with pytest.raises(ValueError, match="or share later ones, only the others have a wrong one: compare first tokens"):
+        ac.evaluate(ac.load("toy-llama"), prompts, metrics="choice_accuracy")
+
+
+def test_characters_that_the_vocabulary_lacks_are_told_and_texts_of_equal_tokens_are_one_group():
+    with pytest.warns(UserWarning) as told:
+        prompts = Prompts.from_texts(["a1:", "a2:", "b:"], TOKENIZER, answer=["a", "b", "c"])
+    texts = [str(warning.message) for warning in told]
+    assert texts[0].startswith("2 of 3 texts, such as text 0: the vocabulary lacks characters of 'a1:'")
+    assert texts[1].startswith("text 1 repeats an earlier text") and prompts.n_groups == 2
+    refused(
+        "text 0: the vocabulary lacks characters of the answer '3'", Prompts.from_texts, ["a:"], TOKENIZER, answer=["3"]
+    )
+    Prompts.from_texts([f"a{TOKENIZER.unk_token}:"], TOKENIZER)  # as it is written
+
+
+def test_a_space_behind_a_named_position_does_not_move_it(byte_bpe_tokenizer):
+    places: Any = {"plain": "cat", "spaced": "cat ", "with occurrence": ("cat ", 0)}
+    at = Prompts.from_texts(["the cat sat on"], byte_bpe_tokenizer, positions=places).positions
+    assert at["plain"].equal(at["spaced"]) and at["plain"].equal(at["with occurrence"])
+    with pytest.raises((TypeError, ValueError), match="positions"):
+        Prompts.from_texts(["the cat"], byte_bpe_tokenizer, positions={"first": True})
 
 
 def test_prompts_are_printed_with_the_first_of_them():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from refusals import refused
@@ -87,6 +88,26 @@ def test_a_kind_or_a_metric_that_does_not_fit_is_refused_at_once(char_tokenizer)
 def test_halves_of_other_shapes_are_refused(ids):
     prompts = ac.Prompts.from_tokens([[1, 2, 3], [4, 5, 6]])
     refused("do not match token by token", ac.Pair, prompts, ac.Prompts.from_tokens(ids))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        (None, None, None),
+        ([0, 0, 1, 2], [0, 0, 1, 2], [0, 0, 1, 2]),
+        ([0, 0, 1, 2], None, [0, 0, 1, 2]),
+        (None, [3, 4, 3, 5], [0, 1, 0, 2]),
+        ([0, 0, 1, 2], [0, 1, 1, 2], [0, 0, 0, 1]),
+        ([0, 0, 7, 8], [5, 6, 9, 9], [0, 0, 1, 1]),
+    ],
+)
+def test_pairs_are_related_where_either_half_is(ours, theirs, expected):
+    prompts = ac.Prompts.from_tokens([[1, 2], [2, 3], [3, 4], [4, 5]])
+    clean, corrupted = (replace(prompts, group=group and torch.tensor(group)) for group in (ours, theirs))
+    pair = ac.Pair(clean, corrupted)
+    assert expected is None or pd.factorize(pair.clean.group.numpy())[0].tolist() == expected
+    groups = [None if half.group is None else half.group.tolist() for half in (pair.clean, pair.corrupted)]
+    assert groups[0] == groups[1] and (expected is None) == (groups[0] is None)
 
 
 def test_activations_between_both_runs():

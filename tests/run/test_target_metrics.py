@@ -454,10 +454,15 @@ def test_a_function_that_is_no_metric_is_refused_by_its_name(model, halves, metr
         ac.patch_heads(model, ac.Pair(*halves, metric=cast(Any, of_one)), heads=[(0, 0)])
 
 
+def prob(logits, _):
+    return logits.amax(1)
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
+        ([prob], "a function called 'prob', which is a metric of the package: rename the function"),
         (["logits"], "metric='logits': choose one of 'accuracy', .*'kl', or a function of logits and targets"),
         ([5], r"metrics?(\[0\])? is 5, not .*'kl' or a function"),
         ([], r"metrics=\[\]: give a list of at least one"),

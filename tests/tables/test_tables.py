@@ -18,7 +18,7 @@ from scipy import stats
 from align_circuits.run.baseline_metrics import baseline_table
 from align_circuits.tables import baselines, intervals
 from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table, with_level
+from align_circuits.tables.tables import Table, in_common, with_level
 
 DATA = {"task": {"name": "made"}, "digest": "d"}
 
@@ -137,6 +137,9 @@ def effects(verb: str, level: str = "head", **keys: Any) -> Table:
         ("ablate_heads", {}, -3),
         ("ablate_heads", {"metric": "accuracy"}, -3),
         ("ablate_heads", {"metric": "kl"}, 2),
+        ("ablate_heads", {"metric": "loss"}, 2),
+        ("patch_heads", {"direction": "noise", "metric": "loss"}, 2),
+        ("patch_heads", {"direction": "denoise", "metric": "loss"}, -3),
         ("minimality", {}, -3),
         ("patch_heads", {"direction": "denoise"}, 2),
         ("patch_heads", {"direction": "denoise", "metric": "kl"}, -3),
@@ -540,6 +543,12 @@ def test_a_difference_between_other_prompts_has_the_interval_of_independent_ones
         np.testing.assert_allclose(difference[["low", "high"]].to_numpy().T, intervals.unpaired_difference(*sides))
     for data in ({}, {"task": "b"}, {"digest": "a", "task": "b"}):
         assert frame_of(one - table(data=data))["low"].isna().all(), "they may be the same prompts"
+    clean, other_targets, corrupted = (
+        table(data={"digest": digest, "task": task})
+        for digest, task in (("12345678a", {}), ("12345678b", {}), ("abcdefgh0", {"corrupted": {"kind": "own"}}))
+    )
+    for related in (other_targets, corrupted):
+        assert frame_of(clean - related)["low"].isna().all() and in_common(clean, related)
 
 
 def test_per_prompt_values_of_other_rows_are_refused(tmp_path):
