@@ -266,6 +266,16 @@ def test_the_page_on_interventions_says_what_a_screen_misses():
         assert f"in {value} [{low}, {high}] of the sweeps of {sweep.split(',')[0].removeprefix('mean ')}" in page
 
 
+def test_learning_in_context_is_still_rising_where_frequencies_are_skewed():
+    """The numbers of `history-abrupt.md` and of the cause of what fails there."""
+    frame: Any = Table.load(DOCS / "results/abrupt-fig2/cpu").where(n_classes=512, burst=1, noise=0.1).frame
+    means = frame.pivot_table(index="step", columns=["measure", "zipf"], values="value")
+    assert [f"{value:.2f}" for value in means["icl", 1.0].iloc[-3:]] == ["0.31", "0.38", "0.44"]
+    assert f"{means['icl', 0.0].iloc[-1]:.2f}" == "0.94" and f"{means['iwl_common', 1.0].iloc[-1]:.2f}" == "0.74"
+    last = frame[(frame["zipf"] == 1) & (frame["step"] == 3000)].pivot(index="seed", columns="measure", values="value")
+    assert len(last) == 30 and f"{last['icl'].corr(last['iwl_common']):.2f}" == "-0.89"
+
+
 def test_facts_with_absolute_positions_are_known_where_a_head_attends_to_the_relation():
     """The numbers of `history-recall.md` and of the cause of that claim."""
     frame: Any = (
