@@ -21,7 +21,7 @@ ROOMS = {
     "align_circuits/tasks": (2162, 2100),
     "align_circuits/models": (3325, 2400),
     "align_circuits/run": (2215, 1500),
-    "align_circuits/heads": (4410, 2600),
+    "align_circuits/heads": (4420, 2600),
     "align_circuits/circuits": (1269, 1100),
     "align_circuits/localizers": (545, 500),
     "align_circuits/report": (2071, 1700),
@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (3055, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3934, 2600),
-    "tests": (32478, 20000),
+    "tests": (32578, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -270,7 +270,7 @@ class _OtherPrompts(RedrawnKeys):
             if self.labels:
                 self.labels.add(rows[at_place], layer, shares)
             if self.preferences:
-                self.preferences.shares[layer, :, rows[at_place]] = shares.transpose(0, 1)
+                self.preferences.add(layer, self.prompt[rows[at_place]], self.query[rows[at_place]], shares)
         self.seen[layer, rows] = True
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
@@ -278,7 +278,7 @@ class _OtherPrompts(RedrawnKeys):
         if self.labels:
             p = np.maximum(p, self.labels.p_values(generator))
         if self.preferences:
-            p = np.maximum(p, self._among_prompts(self.preferences.beyond() @ self.keys[0].T, generator))
+            p = np.maximum(p, self._among_prompts(self.preferences.beyond() @ self.keys.sum(0).T, generator))
         return p
 
     def _among_prompts(
@@ -371,6 +371,7 @@ class _Preferences:
 
     def __init__(self, relation: Relation, prompts: Prompts, shape: tuple[int, int]):
         _, self.candidates = relation.expand()
+        self.query = relation.query
         self.token = prompts.tokens.unique(return_inverse=True)[1]
         self.shares = torch.zeros(*shape, *self.token.shape)
 
@@ -380,6 +381,13 @@ class _Preferences:
         keys = prompts.tokens[relation.prompt][relation.expand()[0]]
         alone = torch.equal(relation.prompt, torch.arange(len(prompts)))
         return cls(relation, prompts, shape) if alone and 4 * len(keys.unique()) <= len(keys) else None
+
+    def add(
+        self, layer: int, prompt: Int[Tensor, " row"], query: Int[Tensor, " row"], shares: Float[Tensor, "row head pos"]
+    ) -> None:
+        """Keeps the attention of rows that ask where the relation does; prompts may have other targets, too."""
+        own = self.query[prompt] == query
+        self.shares[layer, :, prompt[own]] = shares[own].transpose(0, 1)
 
     def beyond(self) -> Float[Tensor, "layer head prompt pos"]:
         """Returns what is left of log attention without the means of rows, tokens and places, fitted in turn."""

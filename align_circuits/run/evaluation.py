@@ -73,7 +73,7 @@ def evaluate(
     if not len(prompts) or prompts.targets.empty:
         raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
     if metrics is None:
-        known = prompts.targets[WRONG].notna() if WRONG in prompts.targets else pd.Series(dtype=bool)
+        known = prompts.targets[WRONG].notna().to_numpy() if WRONG in prompts.targets else np.zeros(0, dtype=bool)
         compared = bool(known.any() and known.all())
         if known.any() and not compared:
             warnings.warn(

@@ -19,6 +19,9 @@ MIN_RISE = 0.3
 SUSTAINED = 3
 """The number of probes in a row that must reach a level."""
 
+ROUNDING = 1e-9
+"""By how much less than a level reaches it: .1 + .2 is none of .3, but for rounding."""
+
 
 def sustained_step(
     steps: Float[ndarray, " probe"],
@@ -63,7 +66,7 @@ def middle_of_rise(
     0.45
     """
     rise = _sustained(steps, values, sustained).max() - values[0]
-    return float(values[0] + rise / 2) if rise >= min_rise else float("nan")
+    return float(values[0] + rise / 2) if rise >= min_rise - ROUNDING else float("nan")
 
 
 def crossing_step(
@@ -77,7 +80,7 @@ def crossing_step(
     >>> crossing_step(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]), 0.45)
     40.0
     """
-    crossed = _sustained(steps, values, sustained) >= level
+    crossed = _sustained(steps, values, sustained) >= level - ROUNDING
     return float(steps[crossed.argmax()]) if crossed.any() else float("nan")
 
 
@@ -100,7 +103,7 @@ def steepest_share(
     """
     reached = _sustained(steps, values, sustained)
     rise = reached.max() - values[0]
-    if not rise >= min_rise:
+    if not rise >= min_rise - ROUNDING:
         return float("nan")
     # A dip below the start is not part of the rise.
     level = np.maximum(reached, values[0])

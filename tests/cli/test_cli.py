@@ -798,7 +798,8 @@ def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
     for verb, option in (("patch", "--metric"), ("evaluate", "--metrics")):
         assert main([verb, *common, option, "logit_diff"]) == 2
         printed = capsys.readouterr().err
-        assert f"line 5: the answer has 2 tokens and the wrong one another number, so that {option} logit" in printed
+        assert "line 5: the answer has 2 tokens and the wrong one another number, or some of the same, so" in printed
+        assert f"{option} logit_diff can compare their first tokens alone" in printed
         assert "add --targets first" in printed
     assert main(["evaluate", *common, "--metrics", "logit_diff", "--targets", "first"]) == 0
     assert {*Table.load(tmp_path / "out").frame["kind"]} == {"all", "first"}

@@ -375,6 +375,16 @@ class TestMeaning:
         assert test.p_values(np.random.default_rng(0)).tolist() == [[1 / 5040]] == [[test.smallest]]
 
 
+def test_answers_of_several_tokens_change_no_p_value_of_a_relation_of_the_first(llama):
+    texts = ["abcde", "fagbc", "dcabe", "gfeba", "bacgf", "cbdag", "edbfa", "abgfc"]
+    found = []
+    for answer in ("e", "ef"):
+        prompts = ac.Prompts.from_texts(texts, llama.tokenizer, answer=[answer] * 8, positions={"a": ["a"] * 8})
+        prompts = prompts.with_relations(own=ac.Relation.from_positions("END", "a", prompts=prompts))
+        found.append(p_values(llama, prompts, ["own"])["own"])
+    np.testing.assert_array_equal(*found)
+
+
 def test_a_head_that_prefers_some_tokens_is_no_lookup_head(attending, char_tokenizer):
     """Letters of the test example that it happens to like take attention from all candidates of a prompt alike."""
     task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, alignment="permutation", task_seed=1)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_pairs_are_related_where_either_half_is(ours, theirs, expected):
     prompts = ac.Prompts.from_tokens([[1, 2], [2, 3], [3, 4], [4, 5]])
     clean, corrupted = (replace(prompts, group=group and torch.tensor(group)) for group in (ours, theirs))
     pair = ac.Pair(clean, corrupted)
-    assert expected is None or pd.factorize(pair.clean.group.numpy())[0].tolist() == expected
+    assert expected is None or pd.factorize(np.asarray(pair.clean.group))[0].tolist() == expected
     groups = [None if half.group is None else half.group.tolist() for half in (pair.clean, pair.corrupted)]
     assert groups[0] == groups[1] and (expected is None) == (groups[0] is None)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from align_circuits.tables.emergence_times import (
+    ROUNDING,
     crossing_step,
     emergence_step,
     middle_of_rise,
@@ -30,10 +31,10 @@ def looped(steps, values, min_rise, sustained):
         window = values[at : at + sustained]
         if not any(math.isnan(value) for value in window):
             best = max(best, min(window))
-    if best - values[0] < min_rise:
+    if best - values[0] < min_rise - ROUNDING:
         return math.nan
     for at in range(len(values) - sustained + 1):
-        if all(value >= values[0] + (best - values[0]) / 2 for value in values[at : at + sustained]):
+        if all(value >= values[0] + (best - values[0]) / 2 - ROUNDING for value in values[at : at + sustained]):
             return steps[at]
     raise AssertionError("a level that is reached is half reached")
 
@@ -58,7 +59,7 @@ def test_the_steepest_share_equals_a_slow_search(values, sustained, within):
         levels.append(values[0] if any(math.isnan(value) for value in window) else max(values[0], min(window)))
     rise = max(levels) - values[0]
     pairs = [(i, j) for i in range(len(levels)) for j in range(i, len(levels)) if steps[j] - steps[i] <= within]
-    expected = max(levels[j] - levels[i] for i, j in pairs) / rise if rise >= 0.3 else math.nan
+    expected = max(levels[j] - levels[i] for i, j in pairs) / rise if rise >= 0.3 - ROUNDING else math.nan
     found = steepest_share(np.array(steps), np.array(values), within, sustained=sustained)
     np.testing.assert_allclose(found, expected)
 
@@ -68,12 +69,12 @@ def test_the_steepest_share_equals_a_slow_search(values, sustained, within):
 def test_the_crossing_of_a_level_equals_a_slow_search(values, sustained, level):
     steps = [3.0 * at for at in range(len(values))]
     windows = range(len(values) - sustained + 1)
-    slow = [steps[at] for at in windows if all(value >= level for value in values[at : at + sustained])]
+    slow = [steps[at] for at in windows if all(value >= level - ROUNDING for value in values[at : at + sustained])]
     found = crossing_step(np.array(steps), np.array(values), level, sustained=sustained)
     assert found == slow[0] if slow else math.isnan(found)
     middle = middle_of_rise(np.array(steps), np.array(values), sustained=sustained)
     highest = max(min(values[at : at + sustained]) for at in windows)
-    if highest - values[0] >= 0.3:
+    if highest - values[0] >= 0.3 - ROUNDING:
         assert middle == pytest.approx((values[0] + highest) / 2)
     else:
         assert math.isnan(middle)
@@ -83,6 +84,14 @@ def test_an_even_pace_and_a_jump_are_told_apart():
     steps = np.arange(0.0, 201, 5)
     assert steepest_share(steps, steps / 200, 20.0) == pytest.approx(0.1, abs=0.01)
     assert steepest_share(steps, (steps > 90).astype(float), 20.0) == 1.0
+
+
+@pytest.mark.parametrize("tenths", [[0, 4, 4, 4, 8, 8, 8], [1, 3, 3, 3, 5, 5, 5], [2, 6, 6, 6, 10, 10, 10]])
+def test_a_plateau_in_the_middle_counts_whatever_its_rounding(tenths):
+    steps = 10.0 * np.arange(len(tenths))
+    assert sustained_step(steps, np.array(tenths) / 10) == 10
+    assert sustained_step(steps[:4], np.array([4, 7, 7, 7]) / 10) == 10  # .7 - .4 is less than .3 by rounding
+    assert steepest_share(steps[:4], np.array([4, 7, 7, 7]) / 10, 10.0) == 1
 
 
 def test_a_lucky_probe_and_a_small_rise_are_no_emergence():
