@@ -23,7 +23,7 @@ ROOMS = {
     "align_circuits/run": (2215, 1500),
     "align_circuits/heads": (4420, 2600),
     "align_circuits/circuits": (1269, 1100),
-    "align_circuits/localizers": (545, 500),
+    "align_circuits/localizers": (555, 500),
     "align_circuits/report": (2071, 1700),
     "align_circuits/training": (2026, 1400),
     "align_circuits/cli": (3055, 1500),

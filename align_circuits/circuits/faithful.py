@@ -291,6 +291,8 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
             "scores of direction 'noise', or by='absolute'"
         )
     value = frame["value"].to_numpy(dtype=float)
+    if "metric" in frame and set(frame["metric"]) == {"kl"}:  # a divergence, which rises with what noise takes away
+        value = -value
     # Signed scores ascend, since what noise takes away lies below 0. Stable: tied edges keep the order of the table, on
     # every machine.
     order = np.argsort(-np.abs(value) if by == "absolute" else value, kind="stable")

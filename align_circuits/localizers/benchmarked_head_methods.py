@@ -101,16 +101,22 @@ def _metric_of(pair: Pair) -> str:
     return pair.target_metrics.names[0]
 
 
+def _sign(pair: Pair) -> int:
+    """-1 for `"kl"`, which rises with damage; other metrics fall."""
+    return -1 if pair.metric == "kl" else 1
+
+
 def ablation(how: How, model: HookedModel, pair: Pair) -> Grid:
     """Scores heads by what ablating each alone costs of the pair's metric (`ablate_heads`)."""
     table = ablate_heads(model, pair.clean, how, metrics=(pair.metric or "log_prob",))
-    return -table.where(kind=pair.kind or "all").to_array(_metric_of(pair))
+    return -_sign(pair) * table.where(kind=pair.kind or "all").to_array(_metric_of(pair))
 
 
 def patching(direction: Direction, model: HookedModel, pair: Pair) -> Grid:
     """Scores heads by patching each alone between the two runs (`patch_heads`)."""
     chosen = replace(pair, metric=pair.metric or "log_prob", kind=pair.kind or "all", direction=direction)
-    return patch_heads(model, chosen).to_array(_metric_of(pair)) * (1 if direction == "denoise" else -1)
+    sign = _sign(pair) * (1 if direction == "denoise" else -1)
+    return sign * patch_heads(model, chosen).to_array(_metric_of(pair))
 
 
 def direct_effect(model: HookedModel, pair: Pair) -> Grid:
@@ -163,7 +169,7 @@ def pruning(model: HookedModel, pair: Pair) -> Grid:
         current = mean_metric(pruned)
         for head in reversed(heads_of(model.cfg)):
             without = mean_metric([*pruned, head])
-            if current - without < cut:
+            if _sign(pair) * (current - without) < cut:
                 pruned, current = [*pruned, head], without
             else:
                 grid[head] += 1

@@ -185,6 +185,14 @@ def test_a_folder_of_results_knows_its_circuits(llama, noise, tmp_path):
     np.testing.assert_allclose(of_others, alone, atol=1e-6)
 
 
+def test_edges_that_raise_a_divergence_most_are_kept_first(llama, noise):
+    scores = attribute_edges(llama, noise)
+    frame: Any = scores.frame
+    as_kl = Table(frame.assign(metric="kl", value=-frame["value"]), scores.provenance)
+    first, second = (faithfulness(llama, noise, given, fractions=[0.2]).frame for given in (scores, as_kl))
+    np.testing.assert_array_equal(first["value"], second["value"])
+
+
 def test_areas_by_hand():
     curve = curve_of([0.0, 0.1, 0.5, 1.0], [9.0, 0.0, 2.0, 1.0])
     assert circuit_performance_ratio(curve) == pytest.approx(0.4 * 1 + 0.5 * 1.5)

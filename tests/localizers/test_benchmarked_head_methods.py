@@ -55,6 +55,17 @@ def test_a_method_finds_what_it_can(circuit, name):
             assert named_in(grids[role]) == {head for head, own in model.roles.items() if own == role}
 
 
+@pytest.mark.parametrize("name", ["ablation, mean", "patching, denoise", "patching, noise"])
+def test_a_divergence_scores_the_head_that_matters_as_high_as_other_metrics_do(circuit, name):
+    model, pair = circuit
+    assert name in METHODS
+    by_log_prob, by_kl = (
+        scores_of(name, model, replace(pair, metric=metric), CIRCUIT_ROLES)["lookup"] for metric in ("log_prob", "kl")
+    )
+    assert np.argmax(by_kl) == np.argmax(by_log_prob)
+    assert np.corrcoef(np.ravel(by_kl), np.ravel(by_log_prob))[0, 1] > 0.5
+
+
 def test_other_packages_add_methods(circuit, monkeypatch):
     model, pair = circuit
     entry = EntryPoint("first layer", "tests.localizers.test_benchmarked_head_methods:first_layer", registry.GROUP)
