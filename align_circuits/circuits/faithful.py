@@ -27,6 +27,7 @@ from align_circuits.run.prompt_checks import check_fits
 from align_circuits.run.target_metrics import EDIT_SETS_A_PART
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.ranking import RISE_WITH_DAMAGE
 from align_circuits.tables.tables import Table
 
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -291,8 +292,8 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
             "scores of direction 'noise', or by='absolute'"
         )
     value = frame["value"].to_numpy(dtype=float)
-    if "metric" in frame and set(frame["metric"]) == {"kl"}:  # a divergence, which rises with what noise takes away
-        value = -value
+    if "metric" in frame:
+        value = np.where(frame["metric"].isin(RISE_WITH_DAMAGE), -value, value)
     # Signed scores ascend, since what noise takes away lies below 0. Stable: tied edges keep the order of the table, on
     # every machine.
     order = np.argsort(-np.abs(value) if by == "absolute" else value, kind="stable")

@@ -33,6 +33,7 @@ from align_circuits.models.parameters import device_of
 from align_circuits.run.forward_pass import capture
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Direction, Pair
+from align_circuits.tables.ranking import RISE_WITH_DAMAGE
 
 Grid = Float[ndarray, "layer head"]
 
@@ -102,8 +103,8 @@ def _metric_of(pair: Pair) -> str:
 
 
 def _sign(pair: Pair) -> int:
-    """-1 for `"kl"`, which rises with damage; other metrics fall."""
-    return -1 if pair.metric == "kl" else 1
+    """-1 for a metric that rises with damage, as a divergence does; 1 for all others."""
+    return -1 if _metric_of(pair) in RISE_WITH_DAMAGE else 1
 
 
 def ablation(how: How, model: HookedModel, pair: Pair) -> Grid:

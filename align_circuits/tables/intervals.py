@@ -288,9 +288,8 @@ def _majority(
     counts = (weights > 0).sum(1)
     ordered = np.sort(np.where(weights > 0, values, np.inf), axis=1)
     same = np.take_along_axis(ordered, np.maximum(counts - 1, 0)[:, None] // 2, axis=1)
-    differ = (weights > 0) & ~(
-        np.abs(values - same) <= 1e-6
-    )  # but for float32's rounding; negated, so that NaN differs
+    # But for float32's rounding. Negated, so that NaN differs.
+    differ = (weights > 0) & ~(np.abs(values - same) <= 1e-6)
     return same[:, 0], (weight_shares(weights) * differ).sum(1), differ.sum(1)
 
 

@@ -6,8 +6,11 @@ from typing import Any, Literal
 End = Literal["highest", "lowest"]
 """The end of a metric where what matters most lies."""
 
-SMALL_IS_BEST = ("p", "causal_p", "q", "rank", "loss")
-"""Metrics that are best where they are small: p values, the rank of an answer, a loss."""
+P_VALUES = ("p", "causal_p", "q")
+"""What is best where it is small, whatever was measured."""
+
+RISE_WITH_DAMAGE = ("kl", "rank", "loss")
+"""Metrics that rise with what is taken away; all others fall."""
 
 LOSSES = ("ablate_heads", "ablate", "minimality")
 """Verbs, also of the command line, that take something away: what is needed most changes the metric most below zero."""
@@ -19,7 +22,7 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
     | rows | what matters most lies |
     |---|---|
     | p, causal_p, q | lowest |
-    | rank and loss | lowest; where something is taken away highest: worst damage |
+    | `"rank"` and `"loss"` | lowest; where something is taken away highest: worst damage |
     | the step of `emergence` | lowest: it emerged first |
     | effects of `ablate_heads`, of `minimality`, and of direction `"noise"` | lowest: worst damage |
     | the same, measured as `"kl"` from the intact prediction | highest: worst damage |
@@ -50,13 +53,14 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
             )
         return ends.pop()
     metric, direction = keys.get("metric"), keys.get("direction", settings.get("direction"))
-    takes_away = verb in LOSSES or direction == "noise"
-    if metric in ("rank", "loss"):  # what is taken away makes them rise
-        return "highest" if takes_away else "lowest"
-    if metric in SMALL_IS_BEST or (verb == "emergence" and keys.get("measure") == "step"):
+    if metric in P_VALUES or (verb == "emergence" and keys.get("measure") == "step"):
         return "lowest"
     if settings.get("grad_drop"):
         return "highest"
-    if metric == "kl" and not settings.get("normalized"):  # normalised, the clean prediction is 1 as of all metrics
-        return "lowest" if direction == "denoise" else "highest"
+    takes_away = verb in LOSSES or direction == "noise"
+    # Normalised, the clean prediction is 1, as of all metrics.
+    if metric in RISE_WITH_DAMAGE and not settings.get("normalized"):
+        if metric == "kl":  # of the intact prediction: only what brings it back makes it fall
+            return "lowest" if direction == "denoise" else "highest"
+        return "highest" if takes_away else "lowest"
     return "lowest" if takes_away else "highest"

@@ -175,25 +175,18 @@ _ATTRIBUTE = {"sequences": "pretraining", "place": "attribute", "form": "printed
 _CONTEXT = {"sequences": "in context", "place": "attribute", "part": "later"}
 _UNSEEN = {"sequences": "in context", "form": "corrected"}
 
+_FORMS = {form: _worst(form=form, sequences="pretraining") for form in ("corrected", "printed")}
+_EVERYWHERE = "'always gives the correct prediction for any token position'"
+
 _CLAIMS = [
     Claim(
-        "Propositions 1 and 3, corrected: right at every position (accuracy where it is least)",
-        "'always gives the correct prediction for any token position'",
-    ).at_least(
-        1.0,
-        _worst(form="corrected", sequences="pretraining"),
-        _worst(form="printed", sequences="pretraining"),
-        "as printed",
-    ),
+        "Propositions 1 and 3, corrected: right at every position (accuracy where it is least)", _EVERYWHERE
+    ).at_least(1.0, _FORMS["corrected"], _FORMS["printed"], "as printed"),
+    # Added after its number, the control above, had been seen: what the paper itself says.
     Claim(
         "As printed it is right at every position, where subjects share values (accuracy where it is least)",
-        "'always gives the correct prediction for any token position'",
-    ).at_least(
-        1.0,
-        _worst(form="printed", sequences="pretraining"),
-        _worst(form="corrected", sequences="pretraining"),
-        "corrected",
-    ),
+        _EVERYWHERE,
+    ).at_least(1.0, _FORMS["printed"], _FORMS["corrected"], "corrected"),
     Claim(
         "As printed the attribute is right if no value is shared (accuracy)", "'correctly predicts the last token'"
     ).at_least(1.0, _worst(world="unshared values", **_ATTRIBUTE), _worst(**_ATTRIBUTE), "shared values"),
