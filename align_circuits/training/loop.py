@@ -67,7 +67,7 @@ class TrainConfig:
     """The largest norm of the gradient over all parameters; a longer one is scaled down to it. None: no limit."""
     precision: Precision = "fp32"
     """`"bf16"` runs the forward pass under autocast; pays on a GPU, and on CPUs that multiply bfloat16. Others compute
-    the same products in float32 (`training/bfloat16.py`), in which a step takes a third longer than in `"fp32"`."""
+    the same products in float32 (`training/bfloat16.py`); a step takes somewhat longer than in `"fp32"`."""
     compile: bool = False
     """Whether `torch.compile` runs the model; pays on a GPU when all batches have one shape."""
     log_every: int = 100
