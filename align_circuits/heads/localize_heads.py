@@ -34,7 +34,6 @@ from align_circuits.heads.where_heads_matter import (
     CHOOSING,
     ROLE,
     Elsewhere,
-    is_previous,
     previous_where_heads_matter,
     resampling_effects,
     spread,
@@ -162,7 +161,7 @@ def localize(
         # Heads that attend to the token before where their output matters, and not where the model predicts.
         elsewhere: list[Head] = []
         by = "position" if prompts.of_one_length and half > 1 else None
-        if ROLE in roles and is_previous(prompts.relations[ROLE]):
+        if ROLE in roles:
             where = previous_where_heads_matter(model, spread(discovery, CHOOSING), by=by, options=options)
             there = np.argwhere(where.attending(discovered, roles, thresholds)).tolist()
             elsewhere = [(layer, head) for layer, head in there if ((layer, head), ROLE) not in candidates]

@@ -87,6 +87,9 @@ def renamed_p_values(
 
     Misleads where heads know one token alone, such as a marker: they do not pass.
     """
+    if not _common_queries([prompts.relations[name] for name in names]):  # relations of your own may have none
+        alone = (renamed_p_values(model, prompts, [name], seed=seed, options=options) for name in names)
+        return {name: p for of_name in alone for name, p in of_name.items()}
     generator = np.random.default_rng(seed)
     chosen = _Queries(prompts, [prompts.relations[name] for name in names], generator)
     attention = {
@@ -132,8 +135,7 @@ class _Queries:
     """How many tokens stand for each other."""
 
     def __init__(self, prompts: Prompts, relations: Sequence[Relation], generator: np.random.Generator):
-        queries_of = [set(zip(rel.prompt.tolist(), rel.query.tolist(), strict=True)) for rel in relations]
-        common = sorted(set.intersection(*queries_of))
+        common = _common_queries(relations)
         drawn = [common[index] for index in sorted(generator.permutation(len(common))[:_QUERIES])]
         length = max(int(prompts.mask[prompt, : query + 1].sum()) for prompt, query in drawn)
         known = generator.permutation(_names(prompts).numpy())
@@ -166,6 +168,12 @@ class _Queries:
         return Rows(
             replace(self.prompts, inputs=inputs), prompt, torch.full_like(prompt, inputs.shape[1] - 1), on_pattern
         )
+
+
+def _common_queries(relations: Sequence[Relation]) -> list[tuple[int, int]]:
+    """The prompts and positions that are queries of all these relations."""
+    queries_of = [set(zip(rel.prompt.tolist(), rel.query.tolist(), strict=True)) for rel in relations]
+    return sorted(set.intersection(*queries_of))
 
 
 def _names(prompts: Prompts) -> Int[Tensor, " token"]:

@@ -25,7 +25,7 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site
 from align_circuits.models.parameters import provenance_of
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.prompts.relations import Relation, previous_token
+from align_circuits.prompts.relations import previous_token
 from align_circuits.run.alike_prompts import Rows, forward_alike
 from align_circuits.run.batch_sizes import CPU_TOKENS
 from align_circuits.run.first_order import first_order_effects
@@ -80,16 +80,6 @@ class WhereHeadsMatter:
         others = [scores.to_array(f"{role}_attention") for role in roles if role != ROLE]
         best = np.max([attention, *others], axis=0)
         return needed.attends(score, attention, best) & (score >= self.chance + needed.above_chance)
-
-
-def is_previous(relation: Relation) -> bool:
-    """Returns whether the keys of a relation are the tokens before, and not what a user gave that name."""
-    for rows in torch.arange(len(relation)).split(4096):  # a row takes a place for each token of its prompt
-        keys, _ = relation.expand(rows)
-        at = torch.arange(len(rows)), relation.query[rows] - 1
-        if (at[1] < 0).any() or not keys[at].all() or (keys.sum(1) > 1).any():
-            return False
-    return True
 
 
 def spread(prompts: Prompts, most: int) -> Prompts:

@@ -188,7 +188,7 @@ class Prompts:
     @property
     def drawn_relation(self) -> str | None:
         """The relation that `to_html` draws unless told: the one of your own added last; None beside an alignment."""
-        added = [name for name in self.relations if name not in ("induction", "previous", "duplicate")]
+        added = [name for name in self.relations if name not in rel.OF_TOKENS]
         return added[-1] if added and not self.is_aligned else None
 
     @checked
@@ -445,10 +445,12 @@ class Prompts:
     def with_relations(self, **relations: Relation) -> "Prompts":
         """Returns the prompts with more relations, by name; one of the same name is replaced.
 
-        A row without keys is refused, since it would count as a miss.
+        A row without keys is refused, since it would count as a miss. So are other keys than theirs under the names
+        `induction`, `previous` and `duplicate`, which have tests of their own.
 
         Raises:
-            ValueError: A relation that was made for other prompts, or one that has a row without keys.
+            ValueError: A relation that was made for other prompts, one that has a row without keys, or one with the
+                name of another.
         """
         for name, relation in relations.items():
             if relation.key_label.shape != self.mask.shape or bool((relation.target >= len(self.targets)).any()):
@@ -464,7 +466,7 @@ class Prompts:
                     f"relation {name!r} was made for other prompts: {int(unlike.sum())} of its {len(unlike)} rows have "
                     "a query or keys in the padding of these, or a target of another prompt; make it for these prompts"
                 )
-        _check_keys(relations)
+        _check_keys(relations, self.inputs, self.mask)
         named = {name: replace(relation, name=name) for name, relation in relations.items()}
         return replace(self, relations={**self.relations, **named})
 
@@ -532,12 +534,13 @@ class Prompts:
         prompt, query = predicts.nonzero(as_tuple=True)
         start = mask.int().argmax(1)
         targets = next_token_targets(prompt, query, inputs[prompt, query + 1], offset=query - start[prompt])
-        makers = {"induction": rel.induction, "previous": rel.previous_token, "duplicate": rel.duplicate_token}
         row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
         labelled: dict[str, Relation] = {}
-        for name, label in (makers | dict(relations or {})).items():  # one of your own may write into what it is given
+        for name, label in (
+            rel.OF_TOKENS | dict(relations or {})
+        ).items():  # one of your own may write into what it is given
             labelled[name] = label(*deepcopy((inputs, mask)), **deepcopy(row_columns))
-        _check_keys({name: labelled[name] for name in relations or {}})
+        _check_keys({name: labelled[name] for name in relations or {}}, inputs, mask)
         return cls(
             inputs,
             mask,
@@ -853,13 +856,18 @@ def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _check_keys(relations: Mapping[str, Relation]) -> None:
-    """Raises if a relation has a row without keys, which would count as a miss."""
+def _check_keys(relations: Mapping[str, Relation], inputs: Tensor, mask: Bool[Tensor, "prompt pos"]) -> None:
+    """Raises if a relation has a row without keys, which would count as a miss, or the name of one with other keys."""
     for name, relation in relations.items():
         if (empty := int((~relation.expand()[0].any(1)).sum())) > 0:
             raise ValueError(
                 f"relation {name!r}: {empty} of {len(relation)} rows have no key, which would count as misses: "
                 "leave them out with relation.select(...)"
+            )
+        if other := rel.unlike_its_name(name, relation, inputs, mask):
+            raise ValueError(
+                f"relation {name!r}: {other} of {len(relation)} rows have keys that are not those of {name!r} in all "
+                "other prompts, which p-values and reports go by: give it another name"
             )
 
 

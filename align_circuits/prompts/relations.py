@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from align_circuits.checks import WrongArgument, checked, described
@@ -269,7 +269,7 @@ def previous_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt po
         mask: True at real tokens.
         **rows: `target`, `prompt` and `query`, one entry per row.
     """
-    pos = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    pos = torch.arange(ids.shape[1], device=ids.device).expand_as(mask)
     before = rows["query"] - 1
     relation = _among_all("previous", mask, torch.where(mask, pos, IGNORE), before, rows)
     # Clamped, since -1 would look at the last column.
@@ -300,6 +300,23 @@ def induction(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], 
     key_label[:, 1:] = torch.where(mask[:, 1:] & mask[:, :-1], ids[:, :-1], IGNORE)
     relation = _among_all("induction", mask, key_label, key_value, rows)
     return relation.select(_seen_before(ids, mask)[rows["prompt"], rows["query"]])
+
+
+OF_TOKENS = {"induction": induction, "previous": previous_token, "duplicate": duplicate_token}
+"""The relations that need nothing but token ids. Their p-values and what reports say of them go by these names."""
+
+
+def unlike_its_name(
+    name: str, relation: Relation, ids: Shaped[Tensor, "prompt pos *vector"], mask: Bool[Tensor, "prompt pos"]
+) -> int:
+    """Returns how many rows of a relation have a key that is none in the relation of `OF_TOKENS` with that name."""
+    if name not in OF_TOKENS or (ids.is_floating_point() and name != "previous"):  # vectors are no tokens
+        return 0
+    keys, rows = relation.expand()[0], torch.arange(len(relation), device=ids.device)
+    of_name = OF_TOKENS[name](ids, mask, target=rows, prompt=relation.prompt, query=relation.query)
+    among = torch.zeros_like(keys)
+    among[of_name.target] = of_name.expand()[0]
+    return int((keys & ~among).any(1).sum())
 
 
 def first_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], **rows: Tensor) -> Relation:

@@ -17,19 +17,48 @@ SHARED = ("symbols", "letter", "next")
 """The latent variables that all examples of a task with fixed automata share."""
 
 
+_DRAWN_AT_MOST = 256
+"""How many examples are drawn for each that is asked for, before it is said that there are not so many."""
+
+
 @checked
-def sample_finite_dataset(task: Seq2SeqTask, n: int, tokenizer: Any, seed: int = 0) -> Prompts:
-    """Draws `n` examples `x:y`, each a prompt of its own without examples before it.
+def sample_finite_dataset(
+    task: Seq2SeqTask, n: int, tokenizer: Any, seed: int = 0, *, without: Prompts | None = None
+) -> Prompts:
+    """Draws `n` different examples `x:y`, each a prompt of its own without examples before it.
+
+    Args:
+        task: With fixed automata.
+        n: How many.
+        tokenizer: As for `Seq2SeqTask.sample`.
+        seed: Which.
+        without: Examples that are not drawn, such as those that a model learned from.
 
     Raises:
-        ValueError: Automata are drawn anew for each prompt, so that examples cannot be combined.
+        ValueError: Automata are drawn anew for each prompt, so that examples cannot be combined; or the task hardly has
+            so many different examples.
     """
     if task.automata != "task":
         raise ValueError(
             "automata='prompt' draws new automata for each prompt, so prompts cannot share examples: "
             "give the task automata='task'"
         )
-    return replace(task, n_examples=0).sample(n, tokenizer, seed)
+    alone = replace(task, n_examples=0)
+    taken = {*map(bytes, without.inputs.numpy())} if without is not None else set[bytes]()
+    drawn = n
+    while True:
+        examples = alone.sample(drawn, tokenizer, seed)  # the first ones are the same, however many are drawn
+        places = {bytes(ids): place for place, ids in reversed([*enumerate(examples.inputs.numpy())])}
+        new = sorted(place for ids, place in places.items() if ids not in taken)[:n]
+        if len(new) == n:
+            return examples if drawn == n else examples[new]
+        if drawn >= _DRAWN_AT_MOST * n:
+            beside = f" beside the {len(without)} that are left out" if without is not None else ""
+            raise ValueError(
+                f"{len(new)} different examples among {drawn:,} that were drawn{beside}, and {n} are needed: "
+                "take fewer, or a task with longer inputs or phrases"
+            )
+        drawn *= 4
 
 
 def in_context(

@@ -106,7 +106,8 @@ class TuneConfig:
     """Prompts in an update; by default 1, with `"standard"` 16, so that both read 16 examples at k = 15."""
     dataset_size: int | None = None
     """N, the number of different examples to learn from, for tasks with `automata="task"`. Training prompts and the
-    contexts of probes are drawn from these. By default fresh samples throughout."""
+    contexts of probes are drawn from these; the examples that probes ask for are none of them. By default fresh
+    samples throughout."""
     lr: float = 2e-4
     """The highest learning rate, for AdamW without weight decay; it decays linearly to 0."""
     warmup: int = 0
@@ -483,11 +484,12 @@ class _TuningData:
             dataset = sample_finite_dataset(task, config.dataset_size, tokenizer, DATASET_SEED + seed)
         for ood in (False, True):
             probed_task = replace(task, ood=ood)
-            if dataset is None or config.method == "standard":
+            if dataset is None:
                 probes[ood] = probed_task.sample(n, tokenizer, PROBE_SEED + seed)
             else:
-                tests = sample_finite_dataset(probed_task, n, tokenizer, PROBE_SEED + seed)
-                probes[ood] = in_context(probed_task, dataset, tests, seed=PROBE_SEED + seed)
+                tests = sample_finite_dataset(probed_task, n, tokenizer, PROBE_SEED + seed, without=dataset)
+                standard = config.method == "standard"
+                probes[ood] = tests if standard else in_context(probed_task, dataset, tests, seed=PROBE_SEED + seed)
             check_fits(model, probes[ood])
         data = cls(task, config, tokenizer, dataset, probes, whole=rotates_by_length(model))
         data.batch(1, seed)  # raises here, before anything is written, if the dataset is too small

@@ -41,6 +41,19 @@ def test_which_relations_are_renamed():
         assert redraws_tokens(ac.Prompts.from_tokens(tokens.tolist()), "duplicate") == renamed
 
 
+def test_relations_without_a_common_query_are_renamed_apart(random_hf_model):
+    """As relations of your own may be: each is tested at its own queries."""
+    model, prompts = ac.load(random_hf_model("llama"), tokenizer=bundled()), MARKED.sample(3, bundled(), seed=0)
+    relations = {name: prompts.relations[name] for name in ("induction", "duplicate")}
+    late = {
+        name: (of.query > int(of.query.float().median())) == (name == "induction") for name, of in relations.items()
+    }
+    apart = prompts.with_relations(**{name: of.select(late[name]) for name, of in relations.items()})
+    together = p_values(model, apart, [*relations])
+    for name in relations:
+        np.testing.assert_array_equal(together[name], p_values(model, apart, [name])[name])
+
+
 def test_contexts_are_renamed_and_queries_replaced():
     prompts = MARKED.sample(3, bundled(), seed=0)
     relations = [prompts.relations[name] for name in ("induction", "duplicate")]

@@ -14,15 +14,9 @@ from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.redrawn_keys import Distances
 from align_circuits.heads.role_tests import RoleTests
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.heads.where_heads_matter import (
-    Elsewhere,
-    is_previous,
-    previous_where_heads_matter,
-    sizes_of_effects,
-    spread,
-)
+from align_circuits.heads.where_heads_matter import Elsewhere, previous_where_heads_matter, sizes_of_effects, spread
 from align_circuits.hooks.edits import Ablate
-from align_circuits.prompts.relations import Relation, previous_token
+from align_circuits.prompts.relations import previous_token
 from align_circuits.run.first_order import first_order_effects
 from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.provenance import Provenance
@@ -194,16 +188,6 @@ def test_candidates_elsewhere_do_not_weigh_on_the_others(elsewhere):
         assert found.heads(role) == alone.heads(role)
         together, apart = (of.table.where(role=role).frame.reset_index(drop=True) for of in (found, alone))
         pd.testing.assert_frame_equal(together, apart)
-
-
-def test_a_relation_of_that_name_with_other_keys_stays_the_users(elsewhere):
-    model, prompts, previous = elsewhere
-    old = prompts.relations["previous"]
-    rows = [(int(p), int(q), [int(q) - 2]) for p, q in zip(old.prompt, old.query, strict=True)]
-    own = prompts.with_relations(previous=Relation.from_pairs(rows, prompts=prompts, name="previous"))
-    assert is_previous(old) and not is_previous(own.relations["previous"])
-    found = ac.localize(model, own, roles=["previous"], n_controls=0)
-    assert not found.elsewhere and previous not in found.heads("previous")
 
 
 def test_a_head_elsewhere_keeps_its_other_roles_and_has_limits_of_its_own():

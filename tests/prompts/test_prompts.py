@@ -364,6 +364,22 @@ def test_relations_are_added_by_name():
         prompts.with_relations(mine=replace(own, key_value=own.key_value + 5))
 
 
+def test_a_relation_of_your_own_has_no_name_that_stands_for_other_keys():
+    """Tests of these go by their name: under `previous` the p-value would be that of the token before."""
+    prompts = Prompts.from_tokens([[3, 4, 3, 5, 3, 4], [6, 7, 6, 8, 6, 7]])
+    for name, key, copies in [("previous", 4, [4]), ("induction", 1, [1, 3]), ("duplicate", 2, [2, 0])]:
+        query = {"previous": 5, "induction": 4, "duplicate": 4}[name]
+        right = Relation.from_pairs([(prompt, query, [key]) for prompt in (0, 1)], prompts=prompts)
+        assert set(prompts.with_relations(**{name: right}).relations[name].keys_of(0)) <= {*copies}, "some are enough"
+        pairs = [(0, query, [key]), (1, query, [query])]
+        wrong = Relation.from_pairs(pairs, prompts=prompts)
+        message = f"relation {name!r}: 1 of 2 rows have keys that are not those of {name!r} in all other prompts"
+        refused(message, prompts.with_relations, **{name: wrong})
+        ids = prompts.inputs.tolist()
+        made = partial(Relation.from_pairs, pairs, prompts=prompts)
+        refused(message, Prompts.from_tokens, ids, relations={name: lambda *_, made=made, **__: made()})
+
+
 def test_any_relation_is_drawn():
     prompts = with_everything(IDS)
     prompts = prompts.with_relations(mine=Relation.from_positions("END", "start", prompts=prompts))

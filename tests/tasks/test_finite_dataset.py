@@ -1,5 +1,6 @@
 """Prompts from a finite set of examples, beside prompts put together by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,23 @@ def test_fresh_test_examples_keep_their_gold():
     for name in REFERENCES[:3]:
         assert torch.equal(prompts.column(name), test.column(name))
     assert float(prompts.column("oracle").mean()) > float(test.column("oracle").mean()), "examples help the oracle"
+
+
+def test_examples_differ_from_each_other_and_from_those_that_are_left_out():
+    tiny = replace(TASK, x_len=2, n_examples=2)
+    drawn = sample_finite_dataset(tiny, 20, TOKENIZER)
+    repeated = replace(tiny, n_examples=0).sample(20, TOKENIZER).text
+    assert len({*drawn.text}) == 20 > len({*repeated}), "the task repeats itself"
+    assert drawn.text[: len({*repeated})] == [*dict.fromkeys(repeated)], "in the order in which they are drawn"
+    others = sample_finite_dataset(tiny, 12, TOKENIZER, without=drawn)
+    assert len({*drawn.text, *others.text}) == 32
+    message = r"4 different examples among 128,000 that were drawn, and 500 are needed"
+    refused(message, sample_finite_dataset, replace(tiny, phrase_len=1), 500, TOKENIZER)
+    message = r"0 different examples among 256 that were drawn beside the 4 that are left out, and 1 are needed"
+    least = replace(tiny, phrase_len=1)
+    refused(message, sample_finite_dataset, least, 1, TOKENIZER, without=sample_finite_dataset(least, 4, TOKENIZER))
+    few = sample_finite_dataset(TASK, 20, TOKENIZER, seed=4)
+    assert few.digest == replace(TASK, n_examples=0).sample(20, TOKENIZER, seed=4).digest
 
 
 def test_what_cannot_be_drawn_is_refused():
