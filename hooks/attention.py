@@ -9,6 +9,7 @@ import torch
 from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from align_circuits.hooks.compat import architectures, attention_functions, bridges, fused_projections, user_code
@@ -148,7 +149,8 @@ def probe_attention(
         # The same call as without us, so logits are those of Hugging Face to the bit.
         z, _ = attention_functions.sdpa(module, query, key, value, attention_mask, **kwargs)
     else:
-        z = attended_by(pattern, value)
+        # As transformers' own attention, which drops some of it while a model with attention dropout trains.
+        z = attended_by(F.dropout(pattern, kwargs.get("dropout", 0.0)), value)
     if attention_probe is not None:
         attention_probe.layers_read += 1
         if pattern is None:

@@ -72,12 +72,16 @@ class Tune(PromptVerb):
                 raise ValueError("--method standard is for the translation task: leave it out, or --task")
             prompts = replace(self.task, n_examples=0).sample(self.count, model.tokenizer, seed=self.seed)
         task = self.source
+        if naming and not any(len(prompts.relations.get(name, ())) for name in task.roles):
+            raise ValueError(f"the prompts have no row of {', '.join(task.roles)}, so no head can be named: --no-heads")
         run = tune(model, task, self.config, seed=self.seed, out=results.new, state=results.folder)
         print(run.log.to_string(index=False, float_format="{:.3g}".format, na_rep="–"))
         before = evaluate(model, prompts, options=self.options)
         scores, after = score_and_evaluate(run.model, prompts, options=self.options)
         metrics = [name for name in task.roles if len(prompts.relations.get(name, ()))][:MOST_MAPS]
-        best = ", ".join(f"{name} {head_value(scores.top(name, 1).frame.iloc[0])}" for name in metrics)
+        highest = {name: scores.top(name, 1).frame for name in metrics}
+        metrics = [name for name in metrics if len(highest[name])]  # no head need have a query of a relation
+        best = ", ".join(f"{name} {head_value(highest[name].iloc[0])}" for name in metrics) or "none"
         summary = (
             f"{task.target_name} is correct in {first_token(before)} of cases before tuning and in "
             f"{first_token(after)} after it"
@@ -88,9 +92,17 @@ class Tune(PromptVerb):
         references = ", with reference accuracies" if task.references else ""
         sections: list[Section] = [
             ("Accuracy over steps", "Probes with 95% intervals over few prompts.", run.figures["accuracy"]),
-            ("The best head over steps", "It may be another head at each step.", run.figures["best heads"]),
+            *(
+                ("The best head over steps", "It may be another head at each step.", figure)
+                for name, figure in run.figures.items()
+                if name == "best heads"
+            ),
             *accuracy_sections(after, f"On fresh prompts{references}.", "Accuracy after tuning"),
-            ("All heads after tuning", "Tap or hover for a number.", plots.head_maps(scores, metrics)),
+            *(
+                [("All heads after tuning", "Tap or hover for a number.", plots.head_maps(scores, metrics))]
+                if metrics
+                else []
+            ),
         ]
         if naming:
             result = localize(run.model, task, self.count, self.seed, options=self.options)

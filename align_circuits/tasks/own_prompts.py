@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from align_circuits.prompts.prompts import Prompts
@@ -59,12 +59,14 @@ class OwnPrompts(Task):
     def split(self, seed: int, share: float = 0.2) -> "tuple[OwnPrompts, OwnPrompts]":
         """Returns the prompts in two parts, with about `share` of them in the second; related ones stay together.
 
+        Where groups are of unequal sizes the second part has at most this share, but for a single smallest group.
+
         Raises:
             ValueError: Fewer than two groups of prompts.
         """
         order = self.sample(len(self.prompts), seed=seed).latent[_ROW]
-        cut = _cut(self.prompts[order], round((1 - share) * len(order)))
-        halves = (order[:cut], order[cut:])
+        held = _held_out(self.prompts[order], len(order) - round((1 - share) * len(order)))
+        halves = (order[~held], order[held])
         return tuple(  # pyright: ignore[reportReturnType]
             OwnPrompts(self.prompts[rows], None if self.corrupted is None else self.corrupted[rows], self.roles)
             for rows in halves
@@ -117,6 +119,22 @@ def _cut(prompts: Prompts, near: int) -> int:
             "by side"
         )
     return int(ends[(ends - near).abs().argmin()])
+
+
+def _held_out(prompts: Prompts, most: int) -> Bool[Tensor, " prompt"]:
+    """Which prompts make whole groups of at most so many: the last groups that fit, or one of the smallest."""
+    _, group = (torch.arange(len(prompts)) if prompts.group is None else prompts.group).unique(return_inverse=True)
+    sizes = group.bincount()
+    if len(sizes) < 2:
+        raise ValueError(
+            f"{len(prompts)} prompts of {len(sizes)} group, which cannot be split: give at least two groups"
+        )
+    from_last = [*dict.fromkeys(reversed(group.tolist()))]
+    held, left = torch.zeros(len(sizes), dtype=torch.bool), max(most, min(sizes.tolist()))
+    for each in from_last:
+        if sizes[each] <= left:
+            held[each], left = True, left - int(sizes[each])
+    return held[group]
 
 
 def _side_by_side(

@@ -237,15 +237,17 @@ class TuneRun:
 
     @property
     def figures(self) -> dict[str, go.Figure]:
-        """Accuracy, and the best head of each metric, by step, in and out of distribution."""
+        """Accuracy, and the best head of each metric that some head has, by step, in and out of distribution."""
         metrics = {"accuracy", "history"} & set(self.table.frame["metric"])
         model = self.table.where(metric=metrics).frame
         model = model[model["kind"] != "all"]
-        heads = self.table.heads().frame
-        best = heads.loc[heads.groupby(["step", "ood", "metric"])["value"].idxmax().dropna()]
+        heads = self.table.heads().frame.dropna(subset=["value"])
+        best = heads.loc[heads.groupby(["step", "ood", "metric"])["value"].idxmax()]
         kind = np.where(model["metric"] == "accuracy", model["kind"], "history ceiling, " + model["kind"])
         figures = {}
         for name, frame in (("accuracy", model.assign(of=kind)), ("best heads", best.assign(of=best["metric"]))):
+            if not len(frame):
+                continue
             panels = {"in distribution": frame.loc[~frame["ood"]], "out of distribution": frame.loc[frame["ood"]]}
             panels = {title: panel for title, panel in panels.items() if len(panel)}
             figures[name] = plots.curves(panels, "step", "of", "step").update_xaxes(dtick=None)
@@ -504,6 +506,7 @@ class _TuningData:
             )
         tokenizer = getattr(model, "tokenizer", None)
         if isinstance(task, OwnPrompts):
+            _check_targets(task.prompts)
             task, held_out = task.split(seed)
             probed = held_out.sample(min(config.probe_prompts or len(held_out.prompts), len(held_out.prompts)))
         else:
@@ -538,6 +541,7 @@ class _TuningData:
     def _tensors(self, prompts: Prompts) -> tuple[Tensor, ...]:
         if not isinstance(self.task, Seq2SeqTask):
             prompt, query = prompts.column("prompt"), prompts.column("query_pos")
+            _check_targets(prompts)
             positions, column = query.unique(return_inverse=True)
             labels = torch.full((len(prompts), len(positions)), IGNORED)
             labels[prompt, column] = prompts.column("token")
@@ -550,6 +554,22 @@ class _TuningData:
         # Nothing is predicted from the last target, nor from what follows it.
         end = prompts.tokens.shape[1] if self.whole else int(target[-1])
         return prompts.tokens[:, :end], target - 1, prompts.tokens[:, target]
+
+
+def _check_targets(prompts: Prompts) -> None:
+    """Raises unless each prompt has a target, and no two at one position: a softmax there learns one token."""
+    without = sorted({*range(len(prompts))} - {*prompts.targets["prompt"]})
+    if without:
+        raise ValueError(
+            f"{len(without)} of {len(prompts)} prompts have no target, from which nothing can be learned; the first is "
+            f"prompt {without[0]}: leave them out"
+        )
+    if (double := prompts.targets.duplicated(["prompt", "query_pos"])).any():
+        first = prompts.targets[double].iloc[0]
+        raise ValueError(
+            f"prompt {first['prompt']} has several targets at position {first['query_pos']}, where one token can be "
+            "learned: choose one by prompts.select_targets(...)"
+        )
 
 
 def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...], *, skips: bool = False) -> Float[Tensor, ""]:

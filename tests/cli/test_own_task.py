@@ -71,7 +71,7 @@ def file(tmp_path, monkeypatch):
 def _edit(file: Path, old: str, new: str) -> None:
     """Changes the file as between two commands: the next one imports it anew."""
     file.write_text(file.read_text().replace(old, new) + "\n# as long as no other version\n")
-    del sys.modules["follow_task"]
+    sys.modules.pop("follow_task", None)
 
 
 @pytest.mark.parametrize("name", ["follow_task.py:Follow", "follow_task:Follow"])
@@ -101,6 +101,15 @@ def test_a_repetition_says_that_the_code_of_the_task_has_changed(tiny, file, cap
     assert main(["rerun", "run", "--task", "follow_task.py:Follow"]) == 0
     printed = capsys.readouterr().out
     assert "differs: " in printed and "changed since then: the code of the task" in printed
+
+
+def test_a_task_without_a_role_in_its_prompts_is_tuned_without_heads(tiny, file, capsys):
+    _edit(file, 'roles = {"follower"', 'roles = {"nothing"')
+    tune = ["tune", "--task", "follow_task.py:Follow", "--model", tiny, "--n", "8", "--steps", "1", "--out", "run"]
+    assert main(tune) == 2 and not Path("run").exists()
+    assert "no row of nothing, so no head can be named: --no-heads" in capsys.readouterr().err
+    assert main([*tune, "--no-heads"]) == 0
+    assert "All heads after tuning" not in Path("run/report.html").read_text()
 
 
 def test_each_runs_anew_once_the_code_of_the_task_has_changed(tiny, file):

@@ -43,7 +43,7 @@ def test_samples_keep_groups_side_by_side(group, seed, data):
 def test_no_group_is_on_both_sides_of_a_split(group, seed):
     task = OwnPrompts(numbered(len(group), group), numbered(len(group)))
     if len(set(group)) == 1:
-        refused("no cut leaves all groups whole", task.split, seed)
+        refused("1 group, which cannot be split: give at least two groups", task.split, seed)
         return
     parts = task.split(seed)
     rows = [[int(tokens[0]) - 5 for tokens in part.prompts.tokens] for part in parts]
@@ -51,6 +51,11 @@ def test_no_group_is_on_both_sides_of_a_split(group, seed):
     assert not {group[row] for row in rows[0]} & {group[row] for row in rows[1]}
     for part in parts:
         assert part.corrupted is not None and torch.equal(part.corrupted.tokens, part.prompts.tokens)
+    sizes = sorted(group.count(each) for each in {*group})
+    most = len(group) - round(0.8 * len(group))
+    assert len(rows[1]) <= max(most, sizes[0]), "of unequal groups most would be held out, or little"
+    left = [group.count(each) for each in {*group} if each not in {group[row] for row in rows[1]}]
+    assert len(rows[1]) + min(left) > most
     sampled = task.sample(len(group), seed=seed)
     half, drawn = first_half(sampled), [int(tokens[0]) - 5 for tokens in sampled.tokens]
     assert not {group[row] for row in drawn[:half]} & {group[row] for row in drawn[half:]}

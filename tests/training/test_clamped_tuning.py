@@ -107,6 +107,22 @@ def test_what_clamped_heads_attend_to_teaches_their_queries_and_keys_nothing(lla
             assert grad.abs().sum(1).min() > 0
 
 
+def test_attention_dropout_stays_on_while_heads_are_clamped(random_hf_model, char_tokenizer):
+    """Elsewhere than in attention this GPT-2 drops nothing."""
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "num_hidden_layers": 3}
+    model = ac.load(random_hf_model("gpt2", attn_pdrop=0.5, **off), tokenizer=char_tokenizer)
+    batch = _TuningData.of(model, TASK, CONFIG, seed=3).clamped_batch(1, 7)
+    plain = unwrapped(model)
+    take_parts(plain)
+    clamps = [*CLAMPS, ac.Clamp([(0, 0)], "lookup")]  # in every layer
+    with torch.no_grad(), torch.random.fork_rng():
+        losses = {
+            training: [tuning._clamped_loss(model, clamps, plain.train(training), batch).item() for _ in range(3)]
+            for training in (True, False)
+        }
+    assert len({*losses[True]}) == 3 and len({*losses[False]}) == 1
+
+
 def test_clamps_hold_in_every_probe(llama):
     plain, clamped = (
         tune(llama, TASK, CONFIG, clamps=clamps, progress=False) for clamps in ((), [CLAMPS[0], CLAMPS[2]])

@@ -568,6 +568,34 @@ def test_own_prompts_that_cannot_be_tuned_on(llama, char_tokenizer, tmp_path, ch
     assert not (tmp_path / "run" / "training").exists()
 
 
+def test_what_teaches_nothing_or_two_tokens_at_once_is_refused(llama, char_tokenizer, tmp_path):
+    prompts = own_prompts(char_tokenizer, EVEN)
+    some = prompts.select_targets([True] * (len(prompts.targets) - 2) + [False] * 2)
+    refused("1 of 10 prompts have no target, .* the first is prompt 9: leave", run, llama, some, out=tmp_path / "run")
+    twice = replace(prompts, targets=pd.concat([prompts.targets, prompts.targets[2:3].assign(token=9)]))
+    refused("prompt 1 has several targets at position 6, where one", run, llama, twice, out=tmp_path / "run")
+    assert not (tmp_path / "run" / "training").exists()
+
+
+def test_figures_without_the_values_of_a_head(llama, char_tokenizer):
+    tuned: Any = run(llama, own_prompts(char_tokenizer, EVEN), roles=["own"])
+    none = tuned.table.frame["level"] == "head"
+    unmeasured = replace(
+        tuned,
+        table=replace(
+            tuned.table,
+            frame=tuned.table.frame.assign(
+                value=tuned.table.frame["value"].where(~none | (tuned.table.frame["head"] == 1))
+            ),
+        ),
+    )
+    assert len(unmeasured.figures) == 2
+    nothing = replace(
+        tuned, table=replace(tuned.table, frame=tuned.table.frame.assign(value=tuned.table.frame["value"].where(~none)))
+    )
+    assert [*nothing.figures] == ["accuracy"]
+
+
 def test_a_run_shows_itself(llama, tmp_path):
     tuned = run(llama, out=tmp_path / "<run>")
     last = tuned.log["loss"].dropna().iloc[-1]
