@@ -1,5 +1,6 @@
 """A table of measurements with intervals."""
 
+import csv
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -455,6 +456,9 @@ class Table:
         shared = [key for key in self.keys if key in other.keys]
         if not shared:
             raise ValueError(f"tables without a common key: {', '.join(self.keys)} and {', '.join(other.keys)}")
+        scales = {bool(each.settings.get("normalized")) for table in (self, other) for each in _joined(table)}
+        if len(scales) > 1:
+            raise ValueError("some effects are normalized() and others not: subtract those of one scale")
         self, other = self.with_keys(shared), other.with_keys(shared)
         # merge pairs missing keys with missing keys, which an index does not
         positions = other.frame[self.keys].assign(_place=np.arange(len(other)))
@@ -485,6 +489,7 @@ class Table:
             n=np.minimum(self.frame["n"].to_numpy(), right.frame["n"].to_numpy()),
         )
         settings = {"left": asdict(self.provenance), "right": asdict(other.provenance)}
+        settings |= {"normalized": True} if True in scales else {}
         return Table(frame, replace(self.provenance, verb="difference", settings=settings))
 
     def with_keys(self, keys: Sequence[str]) -> "Table":
@@ -510,7 +515,7 @@ class Table:
         assert values is not None and weights is not None and other is not None and other_weights is not None
         low, high = stats.mean_interval(values, weights, minus=(other, other_weights))
         if (shares := _measured_shares(self) & _measured_shares(right)).any():
-            reach = 1 if _are_levels(self.provenance) and _are_levels(right.provenance) else 2
+            reach = 1 if _are_levels(self) and _are_levels(right) else 2
             change = (values[shares] - other[shares]) / reach
             bounded = np.stack(stats.proportion_change(change, weights[shares])) * reach
             unlike = (weights[shares] != other_weights[shares]).any(1)
@@ -614,7 +619,10 @@ class Table:
         going = (*FILES, PER_PROMPT, BASELINES, calls.FOLDER)
         with replacing_in(folder, going=going) as new:  # of an earlier save: one table to a folder
             name, compression = (FILES[1], "xz") if compress else (FILES[0], None)
-            self.frame.to_csv(new / name, index=False, compression=compression)
+            texts = (str(text) for key in self.keys for text in self.frame[key].unique())
+            # Without quotes a carriage return ends a row.
+            quoting = csv.QUOTE_NONNUMERIC if any("\r" in text for text in texts) else csv.QUOTE_MINIMAL
+            self.frame.to_csv(new / name, index=False, compression=compression, quoting=quoting)
             if per_prompt and self.values is not None and self.weights is not None:
                 # Where every row rests on the same targets, one row of weights tells all.
                 weights = self.weights[:1] if (self.weights == self.weights[:1]).all() else self.weights
@@ -769,15 +777,27 @@ def in_common(one: Table, other: Table) -> str:
 def _measured_shares(table: Table) -> Bool[ndarray, " row"]:
     """Which rows are shares, or changes of them, that were measured and not estimated by gradients."""
     frame = table.frame
-    if "metric" not in frame or table.provenance.verb in _ESTIMATES:
+    if "metric" not in frame or any(each.verb in _ESTIMATES for each in _joined(table)):
         return np.zeros(len(table), dtype=bool)
     shares = frame["metric"].isin(SHARES)
     return (shares & ~frame["estimated"].eq(True) if "estimated" in frame else shares).to_numpy(dtype=bool)
 
 
-def _are_levels(provenance: Provenance) -> bool:
+def _are_levels(table: Table) -> bool:
     """Whether the numbers of a table are metrics themselves, and not changes of them."""
-    return provenance.verb in (*_LEVELS, "evaluate")
+    return all(each.verb in (*_LEVELS, "evaluate") for each in _joined(table))
+
+
+def _joined(table: Table) -> list[Provenance]:
+    """Where the tables came from that `concat` made one of; of another table where it came from."""
+    found, left = list[Provenance](), [table.provenance]
+    while left:
+        each = left.pop()
+        if each.verb == "concat":
+            left += [Provenance(**record) for record in each.settings["tables"]]
+        else:
+            found.append(each)
+    return found
 
 
 def _some(values: set[Any]) -> str:

@@ -18,7 +18,7 @@ from scipy import stats
 from align_circuits.run.baseline_metrics import baseline_table
 from align_circuits.tables import baselines, intervals
 from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table, in_common, with_level
+from align_circuits.tables.tables import VALUES, Table, in_common, with_level
 
 DATA = {"task": {"name": "made"}, "digest": "d"}
 
@@ -263,6 +263,10 @@ def test_a_difference_of_shares_stays_within_its_bounds():
             )
             for values, weight in ((left, weights), (right, 1.0))
         ]
+        named = [Table.concat({"here": table}, key="name") for table in made]
+        twice = [Table.concat({"there": table}, key="place") for table in named]
+        for of in (named, twice):
+            pd.testing.assert_frame_equal(frame_of(of[0] - of[1])[[*VALUES]], frame_of(made[0] - made[1])[[*VALUES]])
         return frame_of(made[0] - made[1])[["low", "high"]].to_numpy()
 
     of_levels, of_changes, estimated = map(difference, ("evaluate", "patch_heads", "attribute_heads"))
@@ -313,6 +317,11 @@ def test_normalized_effects_are_ratios_of_means_over_prompts(direction, verb, tm
         "2.3 [1.85, 2.69]"
     )
     assert table.where(head=1).normalized().frame["value"][0] == frame["value"][1]
+    both = Table.concat([table.where(head=0).normalized(), table.where(head=1)])
+    for other in (table, both, table - table):
+        refused(r"some effects are normalized\(\) and others not", lambda other=other: table.normalized() - other)
+    none = table.normalized() - table.normalized()
+    assert (frame_of(none - none)["value"] == 0).all() and len(none - table.normalized()) == 2
     table.save(tmp_path, per_prompt=False)
     refused("the per-prompt values were left out", Table.load(tmp_path).normalized)
     (table - table).save(tmp_path)
@@ -479,7 +488,8 @@ def test_save_and_load(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "names", [["None", "NA"], ["1", "2"], ["1.10", "1.1"], ["01", "1"], ["True", "nan"], ["a", None]]
+    "names",
+    [["None", "NA"], ["1", "2"], ["1.10", "1.1"], ["01", "1"], ["True", "nan"], ["a", None], ["a\rb", "a\r\nb"]],
 )
 def test_names_stay_texts(tmp_path, names):
     frame = pd.DataFrame({"name": names, "step": [1, 2], "value": [0.1, 0.2], "low": np.nan, "high": np.nan, "n": 1})
