@@ -387,10 +387,14 @@ def _read(
 def _check_complete(folder: Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """Raises unless config.json and the weights belong to the same model; missing tensors would be random."""
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(
-            f"the weights in {str(folder)!r} lack {len(missing)} tensors that config.json requires, such as "
-            f"{missing[0]!r}: download the folder again, or correct config.json"
-        )
+        lacking = f"the weights in {str(folder)!r} lack {len(missing)} tensors that config.json requires, such as"
+        others = [name for name in model.config.architectures or [] if name != type(model).__name__]
+        if others:
+            raise ValueError(
+                f"{lacking} {missing[0]!r}: they are of a {others[0]}, and a {type(model).__name__} is needed, which "
+                "predicts the next token"
+            )
+        raise ValueError(f"{lacking} {missing[0]!r}: download the folder again, or correct config.json")
     # Checkpoints hold harmless extras, such as rotary tables, but never of a parameter's name in another layer.
     kinds = {re.sub(r"\d+", "0", name) for name, _ in model.named_parameters()}
     if extra := sorted(name for name in info["unexpected_keys"] if re.sub(r"\d+", "0", name) in kinds):

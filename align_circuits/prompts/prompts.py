@@ -497,7 +497,7 @@ class Prompts:
         """Makes prompts of your own token ids; every token but the first of a prompt is a target.
 
         The relations `induction`, `previous` and `duplicate` need nothing but the ids. Prompts of different lengths
-        are padded on the left.
+        are padded on the left. Equal prompts count as independent draws, as of a task: give related ones a `group`.
 
         Args:
             ids: Token ids, a list of ints for each prompt, or a tensor without padding.

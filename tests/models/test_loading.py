@@ -374,6 +374,22 @@ def test_weights_of_another_configuration_are_refused(folders, tmp_path, change,
     refused(message, load, folder)
 
 
+def test_weights_of_a_model_that_predicts_no_token_are_told_as_such(folders, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(folders["llama"], tie_word_embeddings=False)
+    with torch.random.fork_rng():
+        transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    message = "such as 'lm_head.weight': they are of a LlamaForSequenceClassification, and a LlamaForCausalLM is needed"
+    refused(message, load, tmp_path / "classifier")
+
+
+def test_an_encoder_is_refused_however_little_its_logits_depend_on_tokens_to_come(tmp_path):
+    """Drawn with so small weights that logits differ by half a thousandth."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    with torch.random.fork_rng():
+        transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=100, **sizes)).save_pretrained(tmp_path)
+    refused("BertLMHeadModel is no decoder: its logits depend on tokens to come", load, tmp_path)
+
+
 def test_broken_files_are_named(folders, tmp_path):
     cut = shutil.copytree(folders["llama"], tmp_path / "cut")
     whole = (cut / "model.safetensors").read_bytes()
