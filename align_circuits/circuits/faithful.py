@@ -28,7 +28,7 @@ from align_circuits.run.target_metrics import EDIT_SETS_A_PART
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.ranking import RISE_WITH_DAMAGE
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import VALUES, Table, directions_of, joined_in
 
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of edges at which Mueller et al. (2025) measure a circuit."""
@@ -90,6 +90,8 @@ def faithfulness(
         raise ValueError(f"fractions={tuple(fractions)}: give shares of edges above 0, at most 1")
     if by not in ("signed", "absolute"):
         raise ValueError(f"by={by!r}: choose 'signed' or 'absolute'")
+    if heads and "edges" in heads:
+        raise ValueError("heads: 'edges' is what circuits chosen by scores are called; give this set another name")
     runs = CircuitRuns(model, pair, options)
     graph, order = runs.graph, _order(scores, runs.graph, by)
     # None and all of the edges run like any circuit, not as plain runs: so f is 0 and 1 there exactly.
@@ -279,6 +281,8 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
             f"{len(frame)} scores, but the model has {int(graph.edges.sum())} edges: give what attribute_edges or "
             "patch_edges returned for this model, all edges and one metric"
         )
+    if any(each.settings.get("normalized") for each in joined_in(scores)):
+        raise ValueError("these scores are normalized(), where what matters least need not lie at 0: give the effects")
     # For its errors about names that the graph does not have.
     graph.select(zip(frame["sender"], frame["receiver"], strict=True))
     if (twice := frame.duplicated(["sender", "receiver"])).any():
@@ -286,7 +290,7 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
         raise ValueError(f"the edge {edge['sender']} -> {edge['receiver']} has two scores: give one an edge")
     if unknown := int(frame["value"].isna().sum()):
         raise ValueError(f"{unknown} of {len(frame)} scores are NaN: an order of edges needs a score for each")
-    if by == "signed" and scores.provenance.settings.get("direction") == "denoise":
+    if by == "signed" and "denoise" in directions_of(scores):
         raise ValueError(
             "these scores are of direction 'denoise', where an edge that is needed lies above zero and not below: give "
             "scores of direction 'noise', or by='absolute'"
@@ -305,7 +309,14 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
 def _area(table: Table, height: Callable[[ndarray], ndarray]) -> float:
     """The area under a function of faithfulness over the share of edges."""
     frame = table.where(circuit="edges", metric="faithfulness").frame.sort_values("edges")
-    frame = frame.loc[frame["fraction"] > 0].drop_duplicates("edges")
+    if apart := [key for key in frame.columns.drop(["edges", "fraction", *VALUES]) if frame[key].nunique() > 1]:
+        raise ValueError(f"several curves, told apart by {apart[0]}: choose one with .where({apart[0]}=...)")
+    frame = frame.loc[frame["fraction"] > 0]
+    if frame["edges"].duplicated().any() or len(frame) < 2:
+        raise ValueError(
+            f"faithfulness at {frame['edges'].nunique()} sizes above 0 in {len(frame)} rows: an area takes two sizes "
+            "or more, and each once; measure it at more fractions"
+        )
     return float(trapezoid(height(frame["value"].to_numpy(dtype=float)), frame["fraction"].to_numpy(dtype=float)))
 
 

@@ -1,6 +1,7 @@
 """Methods that find edges: from a model and a pair of prompts to a table of scores, one for each edge of the model.
 
-Scores are changes of the metric when corrupted activations are put into the clean run: below zero, the edge is needed.
+Scores are changes of the metric when corrupted activations are put into the clean run: where an edge is needed they lie
+below zero, or above it for metrics that rise with damage (`RISE_WITH_DAMAGE`).
 """
 
 from collections.abc import Callable, Mapping
@@ -49,14 +50,14 @@ def attribution(method: EdgeMethod, model: HookedModel, pair: Pair) -> Table:
 
 
 def pruning(model: HookedModel, pair: Pair) -> Table:
-    """Scores edges by ACDC: less the largest of `CUTS` at which an edge is kept, 0 for one that no cut keeps.
+    """Scores edges by ACDC, in nats of `"kl"`: the largest of `CUTS` at which an edge is kept, 0 where none keeps it.
 
     Source: Conmy et al. (2023), whose curves go through such thresholds (§4).
     """
     tables = {cut: prune_edges(model, replace(pair, direction="noise"), cut=cut) for cut in CUTS}
     kept = [np.where(table.frame["value"] >= cut, cut, 0) for cut, table in tables.items()]
     last = tables[CUTS[-1]]
-    return Table(last.frame.assign(value=-np.max(kept, axis=0), low=np.nan, high=np.nan), last.provenance)
+    return Table(last.frame.assign(value=np.max(kept, axis=0), low=np.nan, high=np.nan), last.provenance)
 
 
 EDGE_METHODS: Mapping[str, EdgeLocalizer] = {

@@ -180,7 +180,7 @@ def pruning(model: HookedModel, pair: Pair) -> Grid:
 def learned_masks(model: HookedModel, pair: Pair) -> Grid:
     """Scores heads by gates between 0 and 1 that gradient descent learns: a head's own output, or the corrupted run's.
 
-    Minimised is the loss on the targets plus a price for every open gate; the score is the gate.
+    Minimised is what the pair's metric loses plus a price for every open gate; the score is the gate.
 
     Source: after Cao et al. (2021), "Low-Complexity Probing via Finding Subnetworks", and Bhaskar et al. (2024),
     "Finding Transformer Circuits with Edge Pruning", with plain sigmoid gates of heads.
@@ -203,7 +203,7 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
         # After the gate z lies opened * (z - corrupted) away from the corrupted run, and d opened / d gate is
         # opened * (1 - opened): so what the gate is worth needs no gradient of its own.
         worth = torch.stack([((grads[name][0] - corrupted[name]) * grads[name][1]).sum((0, 1, 3)) for name in names])
-        gates.grad = (1 - opened) * (_MASK_PRICE * opened - worth / len(tokens))
+        gates.grad = (1 - opened) * (_MASK_PRICE * opened - _sign(pair) * worth / len(tokens))
         optimizer.step()
     return gates.detach().sigmoid().double().cpu().numpy()
 

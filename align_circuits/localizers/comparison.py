@@ -74,12 +74,19 @@ def head_faithfulness(
 
     Source: Mueller et al. (2025), "MIB: A Mechanistic Interpretability Benchmark", §3, with heads in place of edges.
 
+    The metric is the log-probability of all targets.
+
     Raises:
-        ValueError: The corrupted prompts change no prediction.
+        ValueError: A pair with another metric, or with targets of one kind; shares outside (0, 1]; or corrupted prompts
+            that change no prediction.
     """
+    if pair.metric not in (None, "log_prob") or pair.kind not in (None, "all"):
+        raise ValueError(f"metric={pair.metric!r}, kind={pair.kind!r}: this measures log_prob of all targets")
+    if not fractions or not all(0 < fraction <= 1 for fraction in fractions):
+        raise ValueError(f"fractions={tuple(fractions)}: give shares of heads above 0, at most 1")
     heads = heads_of(model.cfg)
     # One head at least, or the smallest circuits of a small model would be empty, as the first is.
-    counts = [0, *(max(1, round(fraction * len(heads))) for fraction in fractions), len(heads)]
+    counts = [0, *sorted(max(1, round(fraction * len(heads))) for fraction in fractions), len(heads)]
     edit_sets: list[list[Patch]] = []
     for grid in grids.values():
         order = sorted(heads, key=lambda head, grid=grid: (-grid[head], -head[0], head[1]))

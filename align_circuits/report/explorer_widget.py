@@ -1,6 +1,6 @@
 """The widget that `explore` returns; its page is HTML from here, its controls are those of `templates/explorer.js`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 from uuid import uuid4
@@ -8,7 +8,6 @@ from uuid import uuid4
 import pandas as pd
 import traitlets
 from anywidget import AnyWidget
-from torch import Tensor
 
 from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.attention import attention_from
@@ -52,7 +51,7 @@ class Explorer(AnyWidget):
         self, model: HookedModel, prompts: Prompts, heads: Sequence[Head], relations: Sequence[str], options: RunOptions
     ):
         self._model, self._prompts, self._options = model, prompts, options
-        self._means: dict[int, Mapping[str, Tensor]] = {}
+        self._baselines: dict[int, AblationBaseline] = {}
         self._names = [describe([head]) for head in heads]
         self._relations = list(relations)
         # Only now, since setting traits runs `_check`, which reads what stands above.
@@ -131,8 +130,9 @@ class Explorer(AnyWidget):
         return Html(pd.DataFrame(columns).to_html(index=False, border=0))
 
     def _edits(self, heads: Sequence[Head]) -> list[Edit]:
-        for layer in {layer for layer, _ in heads} - self._means.keys():
+        for layer in {layer for layer, _ in heads} - self._baselines.keys():
             baseline = ablation_baseline(self._model, self._prompts, layers=[layer], options=self._options)
-            self._means[layer] = baseline.means
-        means = {name: mean for of_layer in self._means.values() for name, mean in of_layer.items()}
-        return [Ablate(heads, how="mean", baseline=AblationBaseline(means=means))]
+            self._baselines[layer] = baseline
+        means = {name: mean for of_layer in self._baselines.values() for name, mean in of_layer.means.items()}
+        by = next(iter(self._baselines.values())).by  # of all prompts, whatever the layer
+        return [Ablate(heads, how="mean", baseline=AblationBaseline(means=means, by=by))]

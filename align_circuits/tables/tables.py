@@ -256,7 +256,7 @@ class Table:
             gap, above = runs.values[gap_row], self.values[rows]
             if self.provenance.verb in _LEVELS:
                 above = above - runs.values[of_run[baselines.CORRUPTED, *key]]
-            elif "noise" in _directions(self):
+            elif "noise" in directions_of(self):
                 # (patched - clean) + (clean - corrupted) = patched - corrupted, which effects of denoising are already.
                 above = above + gap
             if baselines.is_apart(runs.frame.iloc[gap_row]):
@@ -446,7 +446,7 @@ class Table:
             ValueError: Tables of other rows, or of patches in different directions, or a key that one table lacks and
                 that tells rows of the other apart.
         """
-        left, right = (_directions(table) for table in (self, other))
+        left, right = (directions_of(table) for table in (self, other))
         if left and right and left != right:
             raise ValueError(
                 f"tables of direction {' and '.join(map(repr, left))} and of {' and '.join(map(repr, right))}: what "
@@ -456,7 +456,7 @@ class Table:
         shared = [key for key in self.keys if key in other.keys]
         if not shared:
             raise ValueError(f"tables without a common key: {', '.join(self.keys)} and {', '.join(other.keys)}")
-        scales = {bool(each.settings.get("normalized")) for table in (self, other) for each in _joined(table)}
+        scales = {bool(each.settings.get("normalized")) for table in (self, other) for each in joined_in(table)}
         if len(scales) > 1:
             raise ValueError("some effects are normalized() and others not: subtract those of one scale")
         self, other = self.with_keys(shared), other.with_keys(shared)
@@ -777,7 +777,7 @@ def in_common(one: Table, other: Table) -> str:
 def _measured_shares(table: Table) -> Bool[ndarray, " row"]:
     """Which rows are shares, or changes of them, that were measured and not estimated by gradients."""
     frame = table.frame
-    if "metric" not in frame or any(each.verb in _ESTIMATES for each in _joined(table)):
+    if "metric" not in frame or any(each.verb in _ESTIMATES for each in joined_in(table)):
         return np.zeros(len(table), dtype=bool)
     shares = frame["metric"].isin(SHARES)
     return (shares & ~frame["estimated"].eq(True) if "estimated" in frame else shares).to_numpy(dtype=bool)
@@ -785,11 +785,11 @@ def _measured_shares(table: Table) -> Bool[ndarray, " row"]:
 
 def _are_levels(table: Table) -> bool:
     """Whether the numbers of a table are metrics themselves, and not changes of them."""
-    return all(each.verb in (*_LEVELS, "evaluate") for each in _joined(table))
+    return all(each.verb in (*_LEVELS, "evaluate") for each in joined_in(table))
 
 
-def _joined(table: Table) -> list[Provenance]:
-    """Where the tables came from that `concat` made one of; of another table where it came from."""
+def joined_in(table: Table) -> list[Provenance]:
+    """Returns where the tables came from that `concat` made one of; of another table where it came from."""
     found, left = list[Provenance](), [table.provenance]
     while left:
         each = left.pop()
@@ -831,12 +831,13 @@ def _narrow(numbers: Float[ndarray, "row prompt"]) -> Float[ndarray, "row prompt
     return np.ascontiguousarray(single if np.array_equal(single, numbers, equal_nan=True) else numbers)
 
 
-def _directions(table: Table) -> list[str]:
-    """The directions of the patches that a table measures; those kept before they had a column name it as a setting."""
+def directions_of(table: Table) -> list[str]:
+    """Returns the directions of the patches that a table measures: its column, or settings where there is none."""
     if "direction" in table.keys:
         return sorted(table.frame["direction"].dropna().unique())
-    direction = table.provenance.settings.get("direction")
-    return [direction] if direction else []
+    settings = [each.settings for each in joined_in(table)]
+    of_parts = [each["left"]["settings"] if "left" in each else each for each in settings]  # differences have one
+    return sorted({each["direction"] for each in of_parts if each.get("direction")})
 
 
 def with_level(keys: pd.DataFrame) -> pd.DataFrame:

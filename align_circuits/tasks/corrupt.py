@@ -76,9 +76,9 @@ def corrupt_seq2seq(
         letters = prompts.latent["letter"][rows, copied[:, -1], 0].long()
         # A missing edge has letter -1, which falls into column 0.
         known = torch.nn.functional.one_hot(letters + 1, len(prompts.answer_tokens) + 1).any(2)[..., 1:]
-        own_correct = torch.zeros_like(prompts.correct).unflatten(0, (len(prompts), m, -1))
-        own_correct[:, :, 0] = known
-        own_correct = own_correct.flatten(0, 2)
+        own_correct = torch.zeros_like(prompts.correct)
+        first = prompts.column("offset") == 0
+        own_correct[first] = known[prompts.column("prompt")[first], prompts.column("phrase")[first]]
     latent = {**prompts.latent, "order": order, "phrases": phrases}
     fixed, symbols = (torch.tensor(prompts.task[name]) for name in ("fixed", "symbols"))
     inputs = write(layout, latent, copied, fixed, symbols, prompts.answer_tokens)

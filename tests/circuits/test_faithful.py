@@ -197,6 +197,15 @@ def test_areas_by_hand():
     curve = curve_of([0.0, 0.1, 0.5, 1.0], [9.0, 0.0, 2.0, 1.0])
     assert circuit_performance_ratio(curve) == pytest.approx(0.4 * 1 + 0.5 * 1.5)
     assert circuit_model_distance(curve) == pytest.approx(0.4 * 1 + 0.5 * 0.5)
+    two = Table.concat({"one": curve, "other": curve}, key="method")
+    refused(r"several curves, told apart by method: choose one with \.where\(method=", circuit_model_distance, two)
+    assert circuit_model_distance(two.where(method="one")) == circuit_model_distance(curve)
+    for fractions in ([0.0, 1.0], [0.0, 0.5, 0.5]):
+        refused(
+            "an area takes two sizes or more, and each once",
+            circuit_performance_ratio,
+            curve_of(fractions, [1.0] * len(fractions)),
+        )
     perfect = curve_of([0.01, 1.0], [1.0, 1.0])
     assert (circuit_performance_ratio(perfect), circuit_model_distance(perfect)) == (pytest.approx(0.99), 0)
 
@@ -213,12 +222,15 @@ def test_the_interval_of_a_ratio_is_that_of_means():
 
 def test_refusals(llama, pair, noise):
     scores = attribute_edges(llama, noise, method="eap")
+    scores_of_patches = ac.patch_edges(llama, noise)
     for options, message in (
         ({"fractions": (0.0,)}, r"fractions=\(0\.0,\): give shares"),
         ({"fractions": (0.5, 1.5)}, r"fractions=\(0\.5, 1\.5\): give shares"),
         ({"by": "size"}, "by='size': choose 'signed' or 'absolute'"),
         ({"scores": replace(scores, frame=scores.frame[:5], values=None)}, "5 scores, but the model has 82 edges"),
         ({"heads": {"wrong": [(7, 0)]}}, "no head L7H0"),
+        ({"heads": {"edges": [(0, 0)]}}, "heads: 'edges' is what circuits chosen by scores are called"),
+        ({"scores": scores_of_patches.normalized(), "by": "absolute"}, r"these scores are normalized\(\)"),
         ({"scores": replace(scores, frame=scores.frame.iloc[[0, *range(81)]])}, "has two scores: give one an edge"),
         ({"scores": replace(scores, frame=scores.frame.assign(value=np.nan))}, "82 of 82 scores are NaN"),
     ):
@@ -230,6 +242,8 @@ def test_refusals(llama, pair, noise):
     other_way = attribute_edges(llama, ac.Pair(**pair), method="eap")
     with pytest.raises(ValueError, match="of direction 'denoise', where an edge that is needed lies above zero"):
         faithfulness(llama, noise, other_way, by="signed")
+    joined = Table.concat([Table(other_way.frame[some], other_way.provenance) for some in (slice(40), slice(40, None))])
+    refused("of direction 'denoise'", faithfulness, llama, noise, joined, by="signed")
     assert len(faithfulness(llama, noise, other_way, by="absolute"))
     for verb in (completeness, minimality):
         assert inspect.signature(verb).parameters["draws"].default == 10

@@ -8,7 +8,9 @@ import pytest
 from legs import slow_but
 
 import align_circuits as ac
+from align_circuits.circuits.faithful import _order
 from align_circuits.circuits.pruning import prune_edges
+from align_circuits.hooks.graph import Graph
 from align_circuits.localizers import benchmarked_edge_methods, registry
 from align_circuits.localizers.benchmarked_edge_methods import EDGE_METHODS, pruning
 from align_circuits.localizers.comparison import agreement
@@ -32,13 +34,18 @@ SLOW = {"path patching", "ACDC", "edge patching", "EAP-IG, activations"}
 @pytest.mark.parametrize("name", slow_but({*EDGE_METHODS} - SLOW, EDGE_METHODS))
 def test_a_method_finds_the_edges_of_a_plain_circuit(circuit, name):
     model, pair = circuit
-    frame = edge_localizer(name)(model, pair).frame
-    scores = frame.set_index(["sender", "receiver"])["value"].to_dict()
+    table = edge_localizer(name)(model, pair)
+    scores = table.frame.set_index(["sender", "receiver"])["value"].to_dict()
     positive, negative = known_edges(model)
     assert set(scores) >= {*positive, *negative}
     assert agreement({edge: abs(value) for edge, value in scores.items()}, [*positive], negative)["auroc"] > 0.99
     if "EAP" not in name:  # whose signs mean nothing where the model is sure
-        assert all(scores[edge] < 0 for edge in positive), "the circuit needs them"
+        harm = 1 if name == "ACDC" else -1  # its divergence rises where an edge is missed
+        assert all(harm * scores[edge] > 0 for edge in positive), "the circuit needs them"
+        graph = Graph.of(model.cfg)
+        kept = _order(table, graph, "signed")[: len(positive)]
+        first = {(graph.senders[sender].name, graph.receivers[receiver].name) for receiver, sender in kept.tolist()}
+        assert all(harm * scores[edge] > 0 for edge in first), "what costs most is kept first"
 
 
 def test_pruning_scores_are_the_largest_cuts_that_keep_an_edge(circuit, monkeypatch):
@@ -46,8 +53,8 @@ def test_pruning_scores_are_the_largest_cuts_that_keep_an_edge(circuit, monkeypa
     coarse = prune_edges(model, replace(pair, direction="noise"), cut=0.4).frame["value"] >= 0.4
     monkeypatch.setattr(benchmarked_edge_methods, "CUTS", (0.4, 0.01))
     scores = pruning(model, pair).frame["value"].to_numpy()
-    assert set(scores) == {0.0, -0.01, -0.4}
-    assert np.array_equal(scores == -0.4, coarse)
+    assert set(scores) == {0.0, 0.01, 0.4}
+    assert np.array_equal(scores == 0.4, coarse)
 
 
 def test_other_packages_add_methods(monkeypatch):

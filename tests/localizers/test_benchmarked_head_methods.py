@@ -66,6 +66,19 @@ def test_a_divergence_scores_the_head_that_matters_as_high_as_other_metrics_do(c
     assert np.corrcoef(np.ravel(by_kl), np.ravel(by_log_prob))[0, 1] > 0.5
 
 
+@pytest.mark.slow
+def test_gates_close_alike_for_a_loss_and_for_the_log_probability(circuit):
+    def loss(logits, targets):
+        return -logits.log_softmax(-1)[range(len(targets)), targets["token"].to_numpy()]
+
+    model, pair = circuit
+    by_log_prob, by_loss = (
+        scores_of("learned masks", model, replace(pair, metric=metric), CIRCUIT_ROLES)["lookup"]
+        for metric in ("log_prob", loss)
+    )
+    np.testing.assert_allclose(by_loss, by_log_prob, atol=1e-4)
+
+
 def test_other_packages_add_methods(circuit, monkeypatch):
     model, pair = circuit
     entry = EntryPoint("first layer", "tests.localizers.test_benchmarked_head_methods:first_layer", registry.GROUP)

@@ -1,6 +1,8 @@
 """Agreement of scores with known heads, beside brute force."""
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,4 +56,10 @@ def test_circuits_are_faithful_as_far_as_their_heads_matter():
     areas = head_faithfulness(model, pair, {"true": true, "false": false}, (0.25, 0.3, 0.5))
     assert areas["true"]["circuit_performance_ratio"] > 0.8 > 0.3 > areas["false"]["circuit_performance_ratio"]
     assert areas["true"]["circuit_model_distance"] < 0.2
+    assert head_faithfulness(model, pair, {"true": true}, (0.5, 0.3, 0.25))["true"] == pytest.approx(areas["true"])
+    for fractions in ((), (0.0, 0.5), (0.5, 2.0)):
+        refused("give shares of heads above 0, at most 1", head_faithfulness, model, pair, {"true": true}, fractions)
+    others: Any = ({"metric": "prob"}, {"kind": "first"})
+    for other in others:
+        refused("this measures log_prob of all", head_faithfulness, model, replace(pair, **other), {}, (0.5,))
     refused("change no prediction", head_faithfulness, model, ac.Pair(pair.clean, pair.clean), {"true": true}, (0.5,))

@@ -93,6 +93,17 @@ def test_ablated_heads_change_the_answers_as_ablate_heads_says(planted):
     assert mean[1] - mean[0] == pytest.approx(float(changed.iloc[0]), abs=0.01)  # the page has two digits
 
 
+def test_aligned_texts_are_ablated_to_the_means_of_their_positions():
+    model = ac.load("toy-llama-ica")
+    texts = [f"ABCABCABCABCA{letter}BC" for letter in "abcdefgh"]
+    prompts = ac.Prompts.from_texts(texts, model.tokenizer, answer=[*"abcdefgh"], positions={"letter": -3})
+    explorer = ac.explore(model, prompts)
+    explorer.ablated = ["L0H0", "L3H2"]
+    edit = ac.Ablate([(0, 0), (3, 2)], baseline=ac.ablation_baseline(model, prompts, by="position"))
+    expected = ac.answers(model, prompts[0], edits=[edit])["p"].tolist()
+    assert [row[1] for row in chances(explorer.shown, columns=2)] == pytest.approx(expected, abs=0.006)
+
+
 @pytest.mark.parametrize("ablated", slow_but([["L3H2"]], [[], ["L3H2"]]))
 def test_it_counts_answers_as_right_where_evaluate_does(ablated):
     model = ac.load("toy-llama-ica")

@@ -82,6 +82,16 @@ def test_query_changes_the_symbol_of_every_phrase_and_nothing_before(task, seed,
     assert allowed.all(-1).any(0).all(), "an input that the grammar cannot write"
 
 
+@pytest.mark.parametrize("keep", [lambda t: t["phrase"] < 2, lambda t: t["offset"] == 1, lambda t: t["phrase"] == 1])
+def test_targets_are_chosen_before_a_corruption_or_after_it(keep):
+    task = Seq2SeqTask(x_len=4, phrase_len=2, n_examples=3)
+    clean = task.sample(6, TOKENIZER, seed=0)
+    before = task.corrupt(clean.select_targets(keep), "query", seed=1)
+    after = task.corrupt(clean, "query", seed=1).select_targets(keep)
+    assert torch.equal(before.inputs, after.inputs) and before.own_correct is not None
+    assert torch.equal(before.own_correct, torch.as_tensor(after.own_correct))
+
+
 def test_query_is_uniform_among_the_inputs_that_fit():
     task = Seq2SeqTask(x_len=4, phrase_len=1, n_examples=1, automata="task", alignment="prior", decay=0.0, task_seed=3)
     assert len(set(task.aligned)) < 4, "choose a task whose alignment leaves a position out"
