@@ -280,6 +280,15 @@ class _Activation:
     def of_run(self, values: Float[Tensor, "prompt ..."], rows: Int[Tensor, " batch"] | None = None) -> Tensor:
         """Returns the same part of another run's activation, for the prompts of the batch or for `rows`."""
         self._check(values.shape[0], values.shape[3 - self.dim])
+        if self.dim == 2:
+            given, own = tuple(values.shape[2:]), tuple(self.values.shape[2:])
+            first = (
+                own[0] if self.columns is None else int(self.columns.max()) + 1
+            )  # of selected heads at least as many
+            if given[1:] != own[1:] or given[0] < first or (self.columns is None and given[0] != first):
+                raise ValueError(
+                    f"values for {self.name!r} are {given} at a token, which the model's own are not: {own}"
+                )
         if rows is None and self.context is not None:
             rows = self.context.rows
         values = values if rows is None else values[rows]
@@ -349,6 +358,8 @@ class _AtSite(Edit):
             raise ValueError("neurons=[]: name at least one, or leave them out for the whole activation")
         if self.direction is not None:
             _basis_of(self.direction)
+        if isinstance(self.positions, Tensor) and self.positions.dtype != torch.bool:
+            raise ValueError(f"positions of {self.positions.dtype}: give a mask of True and False, positions.bool()")
 
     @abstractmethod
     def replacement(self, old: _Activation) -> Tensor:

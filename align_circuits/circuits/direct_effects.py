@@ -26,7 +26,7 @@ from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.run.prompt_checks import check_fits
-from align_circuits.run.target_metrics import TargetMetrics, wrong_tokens
+from align_circuits.run.target_metrics import TargetMetrics, name_of_metric, wrong_tokens
 from align_circuits.tables.intervals import weighted_mean
 from align_circuits.tables.tables import Table, with_level
 
@@ -131,10 +131,13 @@ def function_vectors(
         tasks, and `n` is their number; with one they are over its prompts.
 
     Raises:
-        ValueError: No tasks, pairs of direction `"noise"`, or a head that the model does not have.
+        ValueError: No tasks, pairs of direction `"noise"` or with several metrics, or a head that the model does not
+            have.
     """
     if not pairs:
         raise ValueError("no tasks: give a Pair of clean and corrupted prompts for each")
+    if len(metrics := {name_of_metric(pair.metric or "prob") for pair in pairs}) > 1:
+        raise ValueError(f"metrics {' and '.join(sorted(metrics))}: a mean over tasks takes one metric")
     if any(pair.direction != "denoise" for pair in pairs):
         raise ValueError("direction='noise': function vectors of clean prompts go into corrupted runs, 'denoise'")
     selected = heads_of(model.cfg, heads)

@@ -140,13 +140,13 @@ def ablation_baseline(
     names = names if hook is None else [hook]
     if how == "zero" or not names:
         return AblationBaseline()
+    if not len(prompts):
+        raise ValueError("no prompts to average over or to resample: give at least one")
     if how == "resample":
         _check_resampling(prompts)
         others = next_unrelated(prompts).roll(1)  # an edit takes the next row for each prompt
         values = capture(model, prompts, names, options=options)
         return AblationBaseline(values={name: of_all[others] for name, of_all in values.items()})
-    if not len(prompts):
-        raise ValueError("no prompts to average over: give at least one")
     if any(map(is_pattern, names)):
         raise ValueError("a pattern has no mean over tokens of a kind: resample it, set it to zero, or clamp it")
     # Within a call that ablates several times, such as `localize`, each mean is measured once.

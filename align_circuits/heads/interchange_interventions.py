@@ -11,7 +11,7 @@ from torch import Tensor
 
 from align_circuits.checks import checked
 from align_circuits.hooks.edits import Edit, Patch, edits_provenance
-from align_circuits.hooks.head_names import Head, heads_of
+from align_circuits.hooks.head_names import HeadLike, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HeadSite
@@ -35,8 +35,8 @@ def interchange_accuracy(
     model: HookedModel,
     pair: Pair,
     *,
-    heads: Sequence[Head] | None = None,
-    sets: Mapping[str, Sequence[Head]] | None = None,
+    heads: Sequence[HeadLike] | None = None,
+    sets: Mapping[str, Sequence[HeadLike]] | None = None,
     edits: Mapping[str, Sequence[Edit]] | None = None,
     site: HeadSite = "z",
     options: RunOptions = RunOptions(),
@@ -101,7 +101,7 @@ def interchange_accuracy(
     weights = np.tile(targets.weights, (len(keys), 1))
     settings = {
         "site": site,
-        "sets": {name: [list(head) for head in together] for name, together in sets.items()},
+        "sets": {name: [list(head) for head in heads_of(model.cfg, together)] for name, together in sets.items()},
         "edits": {name: edits_provenance(given)["edits"] for name, given in edits.items()},
     }
     provenance = replace(pair, metric=None).provenance("interchange", model, settings, engine)

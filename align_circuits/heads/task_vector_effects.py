@@ -57,7 +57,12 @@ def task_vectors(
         groups: Prompts of each task.
         layer: The layer of the heads.
         options: Engine and batch size.
+
+    Raises:
+        ValueError: No group, or one without prompts.
     """
+    if not len(groups) or not all(map(len, groups)):
+        raise ValueError(f"{len(groups)} groups of {[*map(len, groups)]} prompts: give at least one, with prompts each")
     name = name_of("z", layer)
     return torch.stack([capture(model, prompts, [name], options=options)[name][:, -1].mean(0) for prompts in groups])
 
@@ -116,12 +121,24 @@ def steer(
         counting one half; `"log_prob"`, in nats. 95% intervals over prompts.
 
     Raises:
-        ValueError: No prompts, no answers, or `UNSTEERED` among the betas.
+        ValueError: No prompts, no answers, vectors or answers of another number or shape, a token that the model does
+            not have, or `UNSTEERED` among the betas.
     """
     if not len(prompts) or not answers:
         raise ValueError(f"{len(prompts)} prompts, {len(answers)} answers: give at least one of each")
     if UNSTEERED in betas:
         raise ValueError(f"a beta of {UNSTEERED:g}, which in the table marks the model as it is: take another")
+    of_heads = (len(prompts), model.cfg.n_heads, model.cfg.d_head)
+    for name, vectors in (("source", source), ("target", target)):
+        if tuple(vectors.shape) != of_heads:
+            raise ValueError(
+                f"{name} has shape {tuple(vectors.shape)}: give {of_heads}, a vector for each prompt and head"
+            )
+    for name, tokens in answers.items():
+        if len(tokens) != len(prompts) or not 0 <= int(tokens.min()) <= int(tokens.max()) < model.cfg.d_vocab:
+            raise ValueError(
+                f"answers[{name!r}]: give one token for each of {len(prompts)} prompts, below {model.cfg.d_vocab}"
+            )
     keys, values, engine = [], [], ""
     for beta in (UNSTEERED, *betas):
         edits: list[Edit] = []

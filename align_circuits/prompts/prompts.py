@@ -148,6 +148,12 @@ class Prompts:
                 )
         if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
             raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
+        for name, relation in self.relations.items():
+            if len(relation) and int(relation.target.max()) >= len(self.targets):
+                raise ValueError(
+                    f"relation {name!r} has rows of targets up to {int(relation.target.max())}, but there are "
+                    f"{len(self.targets)}: take targets and relations of the same prompts"
+                )
         for name in ("correct", "own_correct"):
             mask = getattr(self, name)
             if mask is not None and mask.shape != (len(self.targets), len(self.answer_tokens)):
@@ -340,7 +346,13 @@ class Prompts:
         return self._take(chosen)
 
     def batches(self, size: int) -> Iterator["Prompts"]:
-        """Yields the prompts in order, `size` at a time."""
+        """Yields the prompts in order, `size` at a time.
+
+        Raises:
+            ValueError: A size below 1.
+        """
+        if size < 1:
+            raise ValueError(f"batches of {size} prompts: give at least 1")
         for start in range(0, len(self), size):
             yield self._take(torch.arange(start, min(start + size, len(self))))
 

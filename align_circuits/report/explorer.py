@@ -52,8 +52,8 @@ def explore(
         relations.sort(key=TOKEN_ROLES.__contains__)  # which all prompts have; the sort keeps the order of the others
     if unknown := [name for name in relations if name not in prompts.relations]:
         raise KeyError(f"no relation {unknown[0]!r} in these prompts; they have {', '.join(prompts.relations)}")
-    if not len(prompts.targets) or not relations:
-        raise ValueError("nothing to explore: give prompts with targets, and with relations such as induction")
+    if not len(prompts.targets) or not relations or (heads is not None and not len(heads)):
+        raise ValueError("nothing to explore: give prompts with targets, relations such as induction, and heads")
     from align_circuits.report.explorer_widget import Explorer
 
     return Explorer(model, prompts, heads_of(model.cfg, heads), relations, options)

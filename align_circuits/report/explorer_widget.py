@@ -118,6 +118,8 @@ class Explorer(AnyWidget):
 
     def _answers(self, prompt: Prompts) -> Html:
         """A table of the targets, and of what the model predicts with and without the ablated heads."""
+        if not len(prompt.targets):
+            return Html("<p>This prompt has no target.</p>")
         heads = [head_of(name) for name in self.ablated]
         runs = {"intact": []} | ({f"without {', '.join(self.ablated)}": self._edits(heads)} if heads else {})
         columns: dict[str, list[str]] = {}

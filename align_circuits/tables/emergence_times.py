@@ -118,6 +118,8 @@ def _sustained(
     steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], sustained: int
 ) -> Float[ndarray, " window"]:
     """The level that each probe and those after it, `sustained` in all, reach or exceed."""
+    if sustained < 1:
+        raise ValueError(f"sustained={sustained}: give how many probes in a row, at least 1")
     if not len(steps) or len(steps) != len(values) or (np.diff(steps) <= 0).any() or np.isnan(values[0]):
         raise ValueError(
             f"{len(values)} values at steps {np.asarray(steps).tolist()[:5]}...: give one value for each of ascending "
@@ -211,12 +213,12 @@ def best_head(frame: Any, last: int) -> Any:
 
     Args:
         frame: Rows of single heads, keyed by step, layer, head and the keys of the groups.
-        last: The number of probes.
+        last: The number of probes, of each group its own.
     """
-    late = sorted(frame["step"].unique())[-last:]
     by = [key for key in frame.columns if key not in ("step", "layer", "head", *VALUES)]
     best = []
     for _, rows in frame.groupby(by, sort=False, dropna=False):
+        late = sorted(rows["step"].unique())[-max(last, 1) :]
         mean = rows[rows["step"].isin(late)].groupby(["layer", "head"])["value"].mean()
         layer, head = (mean if mean.notna().any() else mean.fillna(0.0)).idxmax()  # any head, where all are undefined
         best.append(rows[(rows["layer"] == layer) & (rows["head"] == head)])

@@ -343,6 +343,8 @@ class Table:
         """
         if by not in (None, "highest", "lowest", "absolute"):
             raise ValueError(f"by={by!r}: choose 'highest', 'lowest' or 'absolute', or leave it out")
+        if n < 0:
+            raise ValueError(f"n={n}: give how many rows, 0 or more")
         metric = metric or self.only_metric("top({!r})")
         table, part_keys = self.where(metric=metric).of_all_targets()._parts()
         table.check_not_mixed()
@@ -459,6 +461,14 @@ class Table:
         scales = {bool(each.settings.get("normalized")) for table in (self, other) for each in joined_in(table)}
         if len(scales) > 1:
             raise ValueError("some effects are normalized() and others not: subtract those of one scale")
+        for key in ("kind", "positions"):  # a table of one value may have it as a setting alone
+            if (key in self.keys) != (key in other.keys) and (ours := _asked(self, key)) != (
+                theirs := _asked(other, key)
+            ):
+                raise ValueError(
+                    f"one table is of {key} {_some(ours)}, the other of {key} {_some(theirs)}: "
+                    "measure or select the same"
+                )
         self, other = self.with_keys(shared), other.with_keys(shared)
         # merge pairs missing keys with missing keys, which an index does not
         positions = other.frame[self.keys].assign(_place=np.arange(len(other)))
@@ -781,6 +791,14 @@ def _measured_shares(table: Table) -> Bool[ndarray, " row"]:
         return np.zeros(len(table), dtype=bool)
     shares = frame["metric"].isin(SHARES)
     return (shares & ~frame["estimated"].eq(True) if "estimated" in frame else shares).to_numpy(dtype=bool)
+
+
+def _asked(table: Table, key: str) -> set[str]:
+    """The kinds of targets, or the positions, that the rows of a table are about; all, where it also has all."""
+    given = (
+        set(table.frame[key].dropna()) if key in table.keys else {each.settings.get(key) for each in joined_in(table)}
+    )
+    return {value if isinstance(value, str) else "all" for value in ({"all"} if "all" in given else given)}
 
 
 def _are_levels(table: Table) -> bool:

@@ -11,7 +11,7 @@ from align_circuits.tasks.gold_relations import targets_and_relations, write
 from align_circuits.tasks.layout import layout_of
 from align_circuits.tasks.references import oracle_accuracy
 from align_circuits.tasks.rng import Rng
-from align_circuits.tasks.seq2seq import Seq2SeqTask
+from align_circuits.tasks.seq2seq import Seq2SeqTask, config_of
 
 SHARED = ("symbols", "letter", "next")
 """The latent variables that all examples of a task with fixed automata share."""
@@ -35,8 +35,8 @@ def sample_finite_dataset(
         without: Examples that are not drawn, such as those that a model learned from.
 
     Raises:
-        ValueError: Automata are drawn anew for each prompt, so that examples cannot be combined; or the task hardly has
-            so many different examples.
+        ValueError: Automata are drawn anew for each prompt, so that examples cannot be combined; examples to leave out
+            that are none of this task; or the task hardly has so many different examples.
     """
     if task.automata != "task":
         raise ValueError(
@@ -44,6 +44,8 @@ def sample_finite_dataset(
             "give the task automata='task'"
         )
     alone = replace(task, n_examples=0)
+    if without is not None:
+        _check_examples(task, without, "without")
     taken = {*map(bytes, without.inputs.numpy())} if without is not None else set[bytes]()
     drawn = n
     while True:
@@ -69,16 +71,24 @@ def in_context(
     Args:
         task: The task, with fixed automata, that `sample_finite_dataset` drew the dataset from; it has the k.
         dataset: The examples.
-        test: The test examples, also from `sample_finite_dataset`; by default `n` different ones of the dataset, none
-            of which is among the examples of its own prompt.
+        test: The test examples, also from `sample_finite_dataset`; by default `n` different ones of the dataset. None
+            is among the examples of its own prompt.
         n: The number of prompts, if there is no `test`.
         seed: Which examples.
 
     Raises:
-        ValueError: The dataset is too small.
+        ValueError: The dataset is too small, or it or the test examples are not of this task, but for `ood`.
     """
+    if n < 1:
+        raise ValueError(f"n={n}: give how many prompts, at least 1")
+    _check_examples(task, dataset, "dataset")
+    own = torch.full((0,), -1)  # of each test example, its place in the dataset
+    if test is not None:
+        _check_examples(task, test, "test")
+        places = {bytes(ids): place for place, ids in enumerate(dataset.inputs.numpy())}
+        own = torch.tensor([places.get(bytes(ids), -1) for ids in test.inputs.numpy()])
     k, rng = task.n_examples, Rng(seed, "pool")
-    needed = max(k + 1, n) if test is None else k
+    needed = max(k + 1, n) if test is None else k + bool((own >= 0).any())
     if len(dataset) < needed:
         raise ValueError(
             f"a finite dataset of {len(dataset)} examples, but {needed} different ones are needed (k={k}, {n} prompts):"
@@ -90,7 +100,8 @@ def in_context(
         rows = rng.order("examples", n, len(dataset) - 1)[:, :k]
         rows, test = rows + (rows >= test_rows[:, None]), dataset[test_rows]  # skips the prompt's own test example
     else:
-        rows = rng.order("examples", len(test), len(dataset))[:, :k]
+        order = rng.order("examples", len(test), len(dataset))
+        rows = torch.stack([row[row != place][:k] for row, place in zip(order, own, strict=True)])
     aligned = list(task.aligned)
     layout = layout_of(task.style, task.x_len, task.phrase_len, k, test.task["bos"])
     latent = {name: test.latent[name] for name in SHARED}
@@ -117,3 +128,18 @@ def in_context(
         token_strings={**dataset.token_strings, **test.token_strings},
         task={**test.task, "dataset": {"examples": len(dataset), "digest": dataset.digest, "k": k, "seed": seed}},
     )
+
+
+def _check_examples(task: Seq2SeqTask, examples: Prompts, name: str) -> None:
+    """Raises unless these are whole examples that `sample_finite_dataset` drew from a task, `ood` or not."""
+    given, own = examples.task.get("config", {}), config_of(replace(task, n_examples=0))
+    if unlike := [key for key, value in own.items() if key != "ood" and given.get(key) != value]:
+        key = unlike[0]
+        raise ValueError(
+            f"{name}: {key} is {given.get(key)!r} there and {own[key]!r} in the task (n_examples is 0 of single "
+            "examples): give what sample_finite_dataset drew from this task"
+        )
+    if len(examples.targets) != len(examples) * task.x_len * task.phrase_len or "corrupted" in examples.task:
+        raise ValueError(
+            f"{name}: some targets were left out, or it is corrupted: give what sample_finite_dataset drew"
+        )

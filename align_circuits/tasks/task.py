@@ -134,6 +134,8 @@ def exchanged(prompts: Prompts) -> tuple[Prompts, Prompts]:
         if len(rows) > 1:
             clean += rows.tolist()
             partner += rows[next_unrelated(prompts[rows], step=-1)].tolist()
+    if len(prompts) == 1:
+        raise ValueError("one prompt alone has no partner: give more prompts, of more groups, or corrupted prompts")
     if not clean:
         raise ValueError(
             "no two prompts have the same length, so none can be the other's partner: give corrupted prompts, as "

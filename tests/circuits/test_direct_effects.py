@@ -151,6 +151,9 @@ def test_refusals(random_hf_model, char_tokenizer, prompts):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
     refused("phrases of one letter leave nothing to induction", planted_competitors, TASK)
     refused("no tasks", function_vectors, model, [])
+    pair = ac.Pair(prompts, TASK.corrupt(prompts, "labels"))
+    two = [replace(pair, metric=metric) for metric in (None, "logit")]
+    refused("metrics logit and prob: a mean over tasks takes one metric", function_vectors, model, two)
     refused("no targets of kind 'later'", direct_logit_attribution, model, prompts, kind="later")
 
 

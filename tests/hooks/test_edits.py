@@ -669,6 +669,13 @@ class TestRefusals:
             (ac.Ablate([(0, 0)], how="resample"), r"needs a baseline .* ablation_baseline\(.*, how='resample'"),
             (ac.Patch([(1, 0)]), "no values for 'blocks.1.attn.hook_z': this patch has none"),
             (ac.Patch([(1, 0)], values={"blocks.0.attn.hook_z": torch.zeros(3, 9, 4, 8)}), "has blocks.0.attn.hook_z"),
+            *(
+                (
+                    ac.Patch([(1, 3)], values={"blocks.1.attn.hook_z": torch.zeros(3, 9, *shape)}),
+                    "at a token, which the",
+                )
+                for shape in ((4, 1), (1, 8), (8,), (4, 7))
+            ),
             (ac.Steer([(0, 0)]), "a vector of shape None cannot be added .* give 8 numbers"),
             (ac.Steer([(0, 0)], vector=torch.ones(32)), r"a vector of shape \(32,\) .* give 8 numbers"),
             (ac.Steer(layers=[0], site="resid_pre", vector=torch.ones(8)), "give 32 numbers"),
@@ -682,6 +689,19 @@ class TestRefusals:
     )
     def test_edits_that_make_no_sense(self, models, edit, message):
         refused(message, ac.evaluate, models("llama"), EQUAL, edits=[edit])
+
+    def test_values_of_another_site_and_masks_of_numbers(self, models):
+        other = ac.Patch(layers=[1], site="resid_pre", values={"blocks.1.hook_resid_pre": torch.zeros(3, 9, 1)})
+        refused(
+            r"are \(1,\) at a token, which the model's own are not: \(32,\)",
+            ac.evaluate,
+            models("llama"),
+            EQUAL,
+            edits=[other],
+        )
+        for numbers in (torch.ones(3, 9), torch.ones(3, 9, dtype=torch.long)):
+            with pytest.raises(ValueError, match=r"positions of torch\.\w+: give a mask of True and False"):
+                unchecked(ac.Ablate([(0, 0)], how="zero"), positions=numbers).__post_init__()
 
     def test_unknown_names(self, models):
         model, wrong = models("llama"), {"site": "attn"}

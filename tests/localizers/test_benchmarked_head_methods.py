@@ -69,7 +69,7 @@ def test_a_divergence_scores_the_head_that_matters_as_high_as_other_metrics_do(c
 @pytest.mark.slow
 def test_gates_close_alike_for_a_loss_and_for_the_log_probability(circuit):
     def loss(logits, targets):
-        return -logits.log_softmax(-1)[range(len(targets)), targets["token"].to_numpy()]
+        return -logits.log_softmax(-1)[range(len(targets)), targets["token"].tolist()]
 
     model, pair = circuit
     by_log_prob, by_loss = (

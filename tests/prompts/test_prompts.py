@@ -380,6 +380,15 @@ def test_a_relation_of_your_own_has_no_name_that_stands_for_other_keys():
         refused(message, Prompts.from_tokens, ids, relations={name: lambda *_, made=made, **__: made()})
 
 
+def test_relations_of_targets_that_are_not_there_are_refused():
+    prompts = Prompts.from_tokens(IDS)
+    last = prompts.select_targets([False] * (len(prompts.targets) - 1) + [True])
+    message = f"has rows of targets up to {len(prompts.targets) - 1}, but there are 1: take targets and relations of"
+    refused(message, replace, prompts, targets=last.targets)
+    for size in (0, -1):
+        refused(f"batches of {size} prompts: give at least 1", lambda size=size: next(prompts.batches(size)))
+
+
 def test_any_relation_is_drawn():
     prompts = with_everything(IDS)
     prompts = prompts.with_relations(mine=Relation.from_positions("END", "start", prompts=prompts))

@@ -170,6 +170,11 @@ def test_prompts_that_have_nothing_to_explore_are_refused(planted):
     with pytest.raises(KeyError, match="no relation 'gold' in these prompts; they have align_query"):
         ac.explore(model, prompts, relations=["gold"])
     refused("nothing to explore: give prompts with targets", ac.explore, model, prompts, relations=[])
+    refused("relations such as induction, and heads", ac.explore, model, prompts, heads=[])
+    explorer = ac.explore(model, prompts.select_targets(lambda target: target["prompt"] > 0))
+    assert "This prompt has no target." in explorer.shown
+    explorer.prompt = 1
+    assert len(chances(explorer.shown)) == len(prompts[1].targets)
     refused("no head L9H9", ac.explore, model, prompts, heads=["L9H9"])
 
 

@@ -150,10 +150,23 @@ def test_what_makes_no_sense_is_refused():
     refused("ascending", sustained_step, np.array([0.0, 0.0]), np.array([0.1, 0.2]))
     refused("ascending", sustained_step, np.array([0.0]), np.array([math.nan]))
     refused("3 probes show no rise", sustained_step, np.arange(3.0), np.array([0.0, 1.0, 1.0]))
+    refused("sustained=0: give how many probes", sustained_step, np.arange(3.0), np.array([0.0, 1.0, 1.0]), sustained=0)
+    refused("sustained=-1", emergence_step, table({(0, 0): EARLY}), "align_query", sustained=-1)
     refused("no runs", emergence_step, [], "accuracy")
     with pytest.raises(KeyError, match="no metric 'accuracy'"):
         emergence_step(table({(0, 0): EARLY}), "accuracy")
     refused("same rows", emergence_step, [table({(0, 0): EARLY}), table({(0, 1): EARLY})], "align_query", best=False)
+
+
+def test_groups_of_rows_may_end_at_different_steps():
+    made = table({(0, 0): EARLY, (0, 1): LATE})
+    frame = made.frame
+    short = frame[frame["step"] < frame["step"].max()].assign(ood=True)
+    both = Table(pd.concat([frame.assign(ood=False), short], ignore_index=True), made.provenance)
+    whole, cut = (emergence_step(both, "align_query", ood=ood).frame for ood in (False, True))
+    expected = emergence_step(Table(short, made.provenance), "align_query").frame
+    assert cut["value"].tolist() == expected["value"].tolist() and len(whole) == len(cut)
+    assert len(emergence_step(both, "align_query").frame) == 2 * len(cut)
 
 
 def test_a_metric_that_is_nowhere_defined_emerges_nowhere():

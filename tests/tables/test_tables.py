@@ -209,6 +209,7 @@ def test_top_refuses_what_has_no_order():
         unchecked(effects("score_heads"), "log_prob", by="best")
     model = Table(effects("evaluate", "layer").frame.assign(level="model", layer=None), Provenance("evaluate"))
     refused(r"no heads, layers or edges to rank: .* rows of the level model", model.top, "log_prob")
+    refused("n=-1: give how many rows, 0 or more", effects("score_heads").top, "log_prob", -1)
     both = Table.concat([effects("ablate_heads"), effects("patch_heads", "layer", direction="denoise")])
     refused("opposite ends matter most: select one", both.top, "log_prob")
     assert both.top("log_prob", 1, by="lowest").frame["value"].item() == -3
@@ -428,6 +429,28 @@ def test_a_difference_of_two_directions_is_refused(how):
         with pytest.raises(ValueError, match=r"of direction 'denoise' and 'noise' and of 'noise': "):
             _ = both - of("noise")
         assert len(both.where(direction="noise") - of("noise")) == len(made)
+
+
+@pytest.mark.parametrize("key", ["kind", "positions"])
+def test_a_difference_of_two_questions_is_refused(key):
+    """Patches have these as columns, attribution as a setting alone."""
+    made = table()
+
+    def estimates(asked: str | None) -> Table:
+        return Table(made.frame, Provenance("attribute_heads", {key: asked}))
+
+    def patches(asked: str) -> Table:
+        return Table(made.frame.assign(**{key: asked}), made.provenance)
+
+    for other in ("all", None):
+        assert len(patches("all") - estimates(other)) == len(estimates(other) - patches("all")) == len(made)
+    assert len(patches("END") - estimates("END")) == len(made)
+    joined = Table.concat({"a": estimates("END")}, key="name")
+    named = Table(joined.frame.assign(**{key: "all"}), joined.provenance)
+    for left, right in ((patches("END"), estimates(None)), (patches("all"), estimates("END")), (named, joined)):
+        for one, other in ((left, right), (right, left)):
+            with pytest.raises(ValueError, match=f"one table is of {key} (END|all), the other of {key} (END|all)"):
+                _ = one - other
 
 
 def of_seeds(values: dict[tuple[str, int], Any]) -> Table:

@@ -72,7 +72,39 @@ def test_examples_differ_from_each_other_and_from_those_that_are_left_out():
     assert few.digest == replace(TASK, n_examples=0).sample(20, TOKENIZER, seed=4).digest
 
 
+def test_a_test_example_is_not_among_the_examples_of_its_own_prompt():
+    dataset = sample_finite_dataset(TASK, 5, TOKENIZER, seed=1)
+    for text in in_context(TASK, dataset, dataset, seed=0).text:
+        examples = text.removeprefix("<bos>").split("\n")
+        assert len({*examples}) == 5 and "<bos>" + examples[-1] in dataset.text
+    refused("4 examples, but 5 different ones are needed", in_context, TASK, dataset[:4], dataset[:1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"alignment": "reversed"}, "alignment is 'permutation' there and 'reversed' in the task"),
+        ({"task_seed": 3}, "task_seed is 2 there and 3 in the task"),
+        ({"style": "marked"}, "style is 'standard' there and 'marked'"),
+        ({"x_len": 4}, "x_len is 3 there and 4 in the task"),
+    ],
+)
+def test_examples_of_another_task_are_refused(change, message):
+    """Else the gold would be that of the one, and the text that of the other."""
+    dataset, other = sample_finite_dataset(TASK, 6, TOKENIZER, seed=1), replace(TASK, **change)
+    refused(f"dataset: {message}", in_context, other, dataset)
+    refused(f"test: {message}", in_context, other, sample_finite_dataset(other, 6, TOKENIZER, seed=1), dataset)
+    refused(f"without: {message}", sample_finite_dataset, other, 2, TOKENIZER, without=dataset)
+
+
 def test_what_cannot_be_drawn_is_refused():
+    whole = TASK.sample(6, TOKENIZER)
+    refused(
+        "without: n_examples is 4 there and 0 in the task", sample_finite_dataset, TASK, 2, TOKENIZER, without=whole
+    )
+    some = sample_finite_dataset(TASK, 6, TOKENIZER)
+    refused("test: some targets were left out", in_context, TASK, some, some.select_targets("first"))
+    refused("n=0: give how many prompts", in_context, TASK, some, n=0)
     dataset = sample_finite_dataset(TASK, 4, TOKENIZER)
     refused("5 different ones are needed", in_context, TASK, dataset)
     with pytest.raises(ValueError, match="3 examples, but 4 different"):
