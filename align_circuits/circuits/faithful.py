@@ -308,7 +308,7 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
 
 def _area(table: Table, height: Callable[[ndarray], ndarray]) -> float:
     """The area under a function of faithfulness over the share of edges."""
-    frame = table.where(circuit="edges", metric="faithfulness").frame.sort_values("edges")
+    frame: Any = table.where(circuit="edges", metric="faithfulness").frame.sort_values("edges")
     if apart := [key for key in frame.columns.drop(["edges", "fraction", *VALUES]) if frame[key].nunique() > 1]:
         raise ValueError(f"several curves, told apart by {apart[0]}: choose one with .where({apart[0]}=...)")
     frame = frame.loc[frame["fraction"] > 0]

@@ -242,7 +242,8 @@ def test_refusals(llama, pair, noise):
     other_way = attribute_edges(llama, ac.Pair(**pair), method="eap")
     with pytest.raises(ValueError, match="of direction 'denoise', where an edge that is needed lies above zero"):
         faithfulness(llama, noise, other_way, by="signed")
-    joined = Table.concat([Table(other_way.frame[some], other_way.provenance) for some in (slice(40), slice(40, None))])
+    frame: Any = other_way.frame
+    joined = Table.concat([Table(frame[some], other_way.provenance) for some in (slice(40), slice(40, None))])
     refused("of direction 'denoise'", faithfulness, llama, noise, joined, by="signed")
     assert len(faithfulness(llama, noise, other_way, by="absolute"))
     for verb in (completeness, minimality):

@@ -1,5 +1,6 @@
 """Task vectors beside hooks written by hand."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -96,9 +97,12 @@ def test_refusals(model):
             steer(model, prompts, 1, ZERO[: len(prompts)], ZERO[: len(prompts)], answers)
     with pytest.raises(ValueError, match="a beta of -1, which in the table marks the model as it is"):
         steer(model, PROMPTS, 1, ZERO, ZERO, {"a": torch.tensor([1, 1, 1])}, (0.5, -1.0))
+    unchecked: Any = inspect.unwrap(steer)
     one, most = torch.tensor([1, 1, 1]), model.cfg.d_vocab
-    refused(r"target has shape \(2, 4, 8\): give \(3, 4, 8\)", steer, model, PROMPTS, 1, ZERO, ZERO[:2], {"a": one})
+    refused(r"target has shape \(2, 4, 8\): give \(3, 4, 8\)", unchecked, model, PROMPTS, 1, ZERO, ZERO[:2], {"a": one})
     for tokens in (one[:2], torch.tensor([1, 1, most]), torch.tensor([-1, 1, 1])):
-        refused(f"one token for each of 3 prompts, below {most}", steer, model, PROMPTS, 1, ZERO, ZERO, {"a": tokens})
+        refused(
+            f"one token for each of 3 prompts, below {most}", unchecked, model, PROMPTS, 1, ZERO, ZERO, {"a": tokens}
+        )
     refused("0 groups of", task_vectors, model, [], 1)
     refused(r"2 groups of \[3, 0\] prompts", task_vectors, model, [PROMPTS, PROMPTS[:0]], 1)

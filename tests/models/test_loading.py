@@ -384,7 +384,7 @@ def test_weights_of_a_model_that_predicts_no_token_are_told_as_such(folders, tmp
 
 def test_an_encoder_is_refused_however_little_its_logits_depend_on_tokens_to_come(tmp_path):
     """Drawn with so small weights that logits differ by half a thousandth."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     with torch.random.fork_rng():
         transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=100, **sizes)).save_pretrained(tmp_path)
     refused("BertLMHeadModel is no decoder: its logits depend on tokens to come", load, tmp_path)
