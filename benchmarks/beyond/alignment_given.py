@@ -15,9 +15,8 @@ from align_circuits.hooks.head_names import Head, describe, heads_of
 from align_circuits.jobs.code_versions import code_version
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.tuned_models import PAPER_ICA, SMOKE, SMOKE_TASK, TASK, TOY, Arm, loaded, of_tuned
-from align_circuits.papers.icatune.tuning_courses import mean_or_undecided
 from align_circuits.papers.lab import About, Experiment, Inputs, Measurement, Rows, Study, seed_dots, training_folder
-from align_circuits.papers.statistics import Statistic, as_rows, grouped_over_seeds, per_seed
+from align_circuits.papers.statistics import Statistic, as_rows, grouped_over_seeds, over_seeds, per_seed
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.report import plots
@@ -236,11 +235,11 @@ GIVEN = "aligners on gold"
 
 
 def _advance(metric: str, arm: str) -> Statistic:
-    """By how many steps an arm is ahead of the plain run of its seed; 0 without an interval where none can be compared.
+    """By how many steps an arm is ahead of the plain run of its seed; not measured where none can be compared.
 
     A run that never comes there counts with the last step, so it is further behind than this says.
     """
-    return per_seed(part="step", metric=metric).fall("arm", PLAIN, arm).map(mean_or_undecided)
+    return per_seed(part="step", metric=metric).fall("arm", PLAIN, arm).map(over_seeds)
 
 
 _ELSEWHERE, _ON_GOLD = "others on gold alignment", "lookup heads on gold"

@@ -25,7 +25,6 @@ from align_circuits.papers.icatune.tuning_courses import (
     ORDER,
     SHOWN,
     draw_course,
-    mean_or_undecided,
     summarize_courses,
 )
 from align_circuits.papers.lab import Experiment, grids, seed_dots
@@ -47,7 +46,7 @@ _EVEN = exact(0.1)
 
 
 def _abrupt(what: str, metric: str, published: str) -> Claim:
-    steepest = per_seed(part="abruptness", metric=metric).map(mean_or_undecided)
+    steepest = per_seed(part="abruptness", metric=metric).map(over_seeds)
     claim = Claim(f"{what} rises abruptly (share of the rise within a tenth of the steps)", published)
     return claim.at_least(0.5, steepest, _EVEN, "a rise at an even pace")
 

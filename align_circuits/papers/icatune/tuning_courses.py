@@ -12,7 +12,7 @@ from numpy import ndarray
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.tuned_models import ATTENDED, Tunings, courses, emerged, ended
 from align_circuits.papers.lab import Rows
-from align_circuits.papers.statistics import Measured, as_rows, over_seeds, rows, statistic
+from align_circuits.papers.statistics import as_rows, rows, statistic
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -69,11 +69,6 @@ ORDER = (
     ).at_least(1.0, *LAYERS_APART.beside("part", "after", "before"), "before tuning"),
 )
 """Alignment comes before lookup, and below it."""
-
-
-def mean_or_undecided(values: Float[ndarray, " seed"]) -> Measured:
-    """Returns the mean over the seeds that have a value; 0 without an interval, so undecided, where none has."""
-    return over_seeds(values) if np.isfinite(values).any() else Measured(0.0, np.nan, np.nan)
 
 
 def at_the_end(course: Table) -> Table:
