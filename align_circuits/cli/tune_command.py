@@ -91,19 +91,13 @@ class Tune(PromptVerb):
         print(f"\n{summary}.")
         references = ", with reference accuracies" if task.references else ""
         sections: list[Section] = [
-            ("Accuracy over steps", "Probes with 95% intervals over few prompts.", run.figures["accuracy"]),
-            *(
-                ("The best head over steps", "It may be another head at each step.", figure)
-                for name, figure in run.figures.items()
-                if name == "best heads"
-            ),
-            *accuracy_sections(after, f"On fresh prompts{references}.", "Accuracy after tuning"),
-            *(
-                [("All heads after tuning", "Tap or hover for a number.", plots.head_maps(scores, metrics))]
-                if metrics
-                else []
-            ),
+            ("Accuracy over steps", "Probes with 95% intervals over few prompts.", run.figures["accuracy"])
         ]
+        if (best_heads := run.figures.get("best heads")) is not None:
+            sections.append(("The best head over steps", "It may be another head at each step.", best_heads))
+        sections += accuracy_sections(after, f"On fresh prompts{references}.", "Accuracy after tuning")
+        if metrics:
+            sections.append(("All heads after tuning", "Tap or hover for a number.", plots.head_maps(scores, metrics)))
         if naming:
             result = localize(run.model, task, self.count, self.seed, options=self.options)
             save_localization(result, results.new / "heads")

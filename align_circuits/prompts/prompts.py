@@ -548,9 +548,8 @@ class Prompts:
         targets = next_token_targets(prompt, query, inputs[prompt, query + 1], offset=query - start[prompt])
         row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
         labelled: dict[str, Relation] = {}
-        for name, label in (
-            rel.OF_TOKENS | dict(relations or {})
-        ).items():  # one of your own may write into what it is given
+        makers = rel.OF_TOKENS | dict(relations or {})
+        for name, label in makers.items():  # one of your own may write into what it is given
             labelled[name] = label(*deepcopy((inputs, mask)), **deepcopy(row_columns))
         _check_keys({name: labelled[name] for name in relations or {}}, inputs, mask)
         return cls(

@@ -462,9 +462,8 @@ class Table:
         if len(scales) > 1:
             raise ValueError("some effects are normalized() and others not: subtract those of one scale")
         for key in ("kind", "positions"):  # a table of one value may have it as a setting alone
-            if (key in self.keys) != (key in other.keys) and (ours := _asked(self, key)) != (
-                theirs := _asked(other, key)
-            ):
+            ours, theirs = _asked(self, key), _asked(other, key)
+            if (key in self.keys) != (key in other.keys) and ours != theirs:
                 raise ValueError(
                     f"one table is of {key} {_some(ours)}, the other of {key} {_some(theirs)}: "
                     "measure or select the same"
@@ -795,9 +794,10 @@ def _measured_shares(table: Table) -> Bool[ndarray, " row"]:
 
 def _asked(table: Table, key: str) -> set[str]:
     """The kinds of targets, or the positions, that the rows of a table are about; all, where it also has all."""
-    given = (
-        set(table.frame[key].dropna()) if key in table.keys else {each.settings.get(key) for each in joined_in(table)}
-    )
+    if key in table.keys:
+        given = set(table.frame[key].dropna())
+    else:
+        given = {each.settings.get(key) for each in joined_in(table)}
     return {value if isinstance(value, str) else "all" for value in ({"all"} if "all" in given else given)}
 
 

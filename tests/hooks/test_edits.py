@@ -674,7 +674,7 @@ class TestRefusals:
                     ac.Patch([(1, 3)], values={"blocks.1.attn.hook_z": torch.zeros(3, 9, *shape)}),
                     "at a token, which the",
                 )
-                for shape in ((4, 1), (1, 8), (8,), (4, 7))
+                for shape in ((4, 1), (1, 8), (8,), (4, 7), ())
             ),
             (ac.Steer([(0, 0)]), "a vector of shape None cannot be added .* give 8 numbers"),
             (ac.Steer([(0, 0)], vector=torch.ones(32)), r"a vector of shape \(32,\) .* give 8 numbers"),
