@@ -86,9 +86,10 @@ def test_every_experiment_runs_at_smoke_scale(name, folder, runs, tmp_path, requ
         SURE[name](table, checks)
     for check in checks:
         if check.verdict == "not testable":  # few models: no head has a name or a small p-value, none knows its facts
-            # or two layers, of which none is in the middle or without an aligner
+            # or two layers, of which none is in the middle or without an aligner; a random model that nothing lifts
             known = ("icatune/unmask", "icatune/prosthesis", "icatune/stand-ins", "localize/null")
-            assert name in known or name.startswith("recall/")
+            flat = name == "icatune/fig4" and "rises abruptly" in check.claim
+            assert name in known or name.startswith("recall/") or flat
             continue
         assert np.isfinite(check.measured.value)
         value, low, high = check.measured.value, check.measured.low, check.measured.high
