@@ -443,6 +443,8 @@ def _basis_of(direction: Float[Tensor, "*k d"]) -> Float[Tensor, "k d"]:
         if not 0 < float(length) < torch.inf:
             raise ValueError(f"a direction of length {float(length)}: give a vector that is not zero")
         return direction[None] / length
+    if direction.ndim != 2:
+        raise ValueError(f"a direction of shape {tuple(direction.shape)}: give a vector, or orthonormal rows")
     products = direction @ direction.T
     # Rows of a QR decomposition in float32 miss it by about 1e-6.
     if not len(direction) or (products - torch.eye(len(direction)).to(products)).abs().max() > 1e-4:

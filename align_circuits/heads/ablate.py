@@ -153,7 +153,9 @@ def ablation_baseline(
     by = default_groups(prompts) if by is None else by
     group, counted = groups_of(prompts, by), prompts.mask
     if by != "position":  # where the answer is a group of its own, it weighs on no other
-        counted = counted & ~_unread(prompts)
+        read = counted & ~_unread(prompts)
+        # Where nothing of a group is read, an engine that replaces all tokens needs a mean all the same.
+        counted = read | (counted & ~torch.isin(group, group[read]))
     if by != "kind" and (1 in group[counted].bincount()):
         raise ValueError(
             f"by={by!r}: a position occurs in a single one of the {len(prompts)} prompts, whose mean would be its own "

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import torch
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -244,6 +244,8 @@ def is_gguf(path: Path) -> bool:
 
 def _place(source: str | Path, revision: str | None = None, gguf_file: str | None = None) -> Path:
     """Returns the folder with the model's files, or the GGUF file, downloaded if need be."""
+    from huggingface_hub import snapshot_download  # before transformers was imported, it prints errors of its own
+
     name = str(source)
     if not is_path(name):
         raise ValueError(f"{name[:60]!r}... is not a folder, a file or a name on the hub")
@@ -426,6 +428,7 @@ def _read_adapter(
         dtype, base = dtype or torch.float32, BUNDLED[base_name]()
     else:
         base = folder / base_name if is_path(base_name) and (folder / base_name).is_dir() else base_name
+    _check_inside(settings)
     plain_model = _read(_place(base), dtype, device, above=[*above, folder.resolve()])
     check_adapter(folder, settings, (name for name, _ in plain_model.named_modules()))
     embedding = plain_model.get_input_embeddings()
@@ -451,9 +454,10 @@ def _read_adapter(
                 "download the folder again"
             ) from error
     plain = _without_peft(model)
-    if any(hasattr(module, "base_layer") for name, module in plain.named_modules() if name.endswith(FUSED)):
-        return model.merge_and_unload()  # a bridge splits copies of the base's weights
-    return plain
+    is_fused = any(hasattr(module, "base_layer") for name, module in plain.named_modules() if name.endswith(FUSED))
+    # A bridge splits copies of the base's weights. An adapter of an adapter would take its place: PEFT calls both
+    # "default".
+    return model.merge_and_unload() if is_fused or above else plain
 
 
 def _without_peft(model: Any) -> PreTrainedModel:
@@ -463,7 +467,19 @@ def _without_peft(model: Any) -> PreTrainedModel:
         raise ValueError(
             f"a {kind} adapter works beside the model, where no hook reads it: give one inside the weights, like LoRA"
         )
+    for config in model.peft_config.values():
+        _check_inside(config.to_dict())
     return model.get_base_model()
+
+
+def _check_inside(settings: Mapping[str, Any]) -> None:
+    """Raises unless an adapter works in the modules that it adapts alone."""
+    of_kind = {"X-LoRA": settings.get("peft_type") == "XLORA", "aLoRA": settings.get("alora_invocation_tokens")}
+    if kind := next((name for name, is_one in of_kind.items() if is_one), None):
+        raise ValueError(
+            f"an {kind} adapter needs what PEFT computes around the model, where no hook reads it: give one inside the "
+            "weights, like LoRA"
+        )
 
 
 def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:

@@ -44,7 +44,8 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
         )
     if any(hasattr(module, "base_layer") for module in original.modules()):
         raise ValueError(
-            "the model has an adapter already: merge it first (merge_and_unload) and load the merged model"
+            "the model has an adapter already: merge it first (merge_and_unload), save the merged model "
+            "(save_pretrained), and load that folder"
         )
     if changed := next((m for m in original.modules() if "forward" in vars(m) and user_code.has_own_forward(m)), None):
         raise ValueError(

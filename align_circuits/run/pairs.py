@@ -12,8 +12,6 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
-from scipy.sparse import block_array, coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from align_circuits.checks import checked
@@ -30,6 +28,7 @@ from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.target_metrics import Metric, TargetMetrics, name_of_metric
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
+from align_circuits.tasks.partners import chains
 
 Direction = Literal["noise", "denoise"]
 
@@ -317,10 +316,7 @@ def _related(clean: Prompts, corrupted: Prompts) -> Int[Tensor, " prompt"] | Non
         return theirs if ours is None else ours
     if torch.equal(ours, theirs):
         return None
-    one, other = (np.unique(group.numpy(), return_inverse=True)[1] for group in (ours, theirs))
-    shared = coo_array((np.ones(len(one)), (one, other)), shape=(one.max() + 1, other.max() + 1))
-    _, chain = connected_components(block_array([[None, shared], [shared.T, None]]))
-    return torch.from_numpy(chain[one].astype(np.int64))
+    return chains(ours, theirs)
 
 
 def check_pair(clean: Prompts, corrupted: Prompts) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
+from align_circuits.tasks.rng import check_seed
 from align_circuits.tasks.task import TOKEN_ROLES, Task
 
 _ROW = "own_row"
@@ -45,8 +46,9 @@ class OwnPrompts(Task):
         """Returns `n` of the prompts in random order, each as likely, related ones (`Prompts.group`) side by side.
 
         Raises:
-            ValueError: There are fewer than `n`.
+            ValueError: There are fewer than `n`, or the seed is no integer from 0 to 2**63 - 1.
         """
+        check_seed(seed)
         if n > len(self.prompts):
             raise ValueError(f"n={n}: there are {len(self.prompts)} prompts; ask for no more")
         generator = np.random.default_rng(seed)

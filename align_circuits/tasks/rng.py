@@ -8,6 +8,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
+def check_seed(seed: int) -> None:
+    """Raises a ValueError unless PyTorch takes a seed."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"the seed is {seed}: give an integer from 0 to 2**63 - 1")
+
+
 class Rng:
     """A random generator for each name, all from one seed.
 
@@ -20,8 +26,7 @@ class Rng:
     """
 
     def __init__(self, seed: int, purpose: str = ""):
-        if not 0 <= seed < 2**63:  # what PyTorch takes
-            raise ValueError(f"the seed is {seed}: give an integer from 0 to 2**63 - 1")
+        check_seed(seed)
         self._seed, self._purpose = seed, purpose
         self._generators: dict[str, np.random.Generator] = {}
 

@@ -90,7 +90,7 @@ class TrainConfig:
             )
         if not 0 <= self.final <= 1:
             raise ValueError(f"final={self.final}: give a fraction of lr, 0 to 1")
-        if not (0 < self.lr < math.inf and (self.clip is None or self.clip > 0)):
+        if not (0 < self.lr < math.inf and (self.clip is None or 0 < self.clip < math.inf)):
             raise ValueError(f"lr={self.lr} and clip={self.clip} must be finite and above 0; clip=None does not clip")
 
     @property

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -164,8 +165,10 @@ class TuneConfig:
         for name in ("batch", "dataset_size", "r", "probe_every", "probe_prompts"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1")
-        if self.alpha <= 0 or not 0 <= self.dropout < 1:
-            raise ValueError(f"alpha={self.alpha} must be above 0, dropout={self.dropout} in [0, 1)")
+        if not 0 < self.alpha < math.inf or not 0 <= self.dropout < 1:
+            raise ValueError(f"alpha={self.alpha} must be above 0 and finite, dropout={self.dropout} in [0, 1)")
+        if self.projections == ():
+            raise ValueError(f"projections=(): choose from {', '.join(PROJECTIONS)}, or leave it out")
         if unknown := {*(self.projections or ())} - {*PROJECTIONS}:
             meant = did_you_mean(min(unknown), PROJECTIONS)
             raise ValueError(f"no projection {min(unknown)!r}: {meant}choose from {', '.join(PROJECTIONS)}")
@@ -516,6 +519,8 @@ class _TuningData:
         scored = [name for name in task.roles if len(probed.relations.get(name, ()))]
         whole = rotates_by_length(model)
         data = cls(task, config, tokenizer, None, {False: probed}, scored, whole)
+        if isinstance(task, OwnPrompts) and config.prompts_per_step > len(task.prompts):
+            raise ValueError(f"batch={config.prompts_per_step}: there are {len(task.prompts)} prompts to learn from")
         data.batch(1, seed)  # raises here, before anything is written
         return data
 

@@ -28,12 +28,13 @@ def merged_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
         for layer in layers:
             from peft.tuners.lora import Linear  # imported already by whoever made the adapter
 
-            base = layer.base_layer
             # Not `isinstance`: subclasses may compute something else than W + s B A.
-            plain = type(layer) is Linear and not (layer.merged or layer.disable_adapters or layer.lora_variant)
+            if type(layer) is not Linear or layer.merged or layer.disable_adapters or layer.lora_variant:
+                continue
+            base = layer.base_layer
             unrounded = base.weight.dtype in (torch.float32, torch.float64) and not base.weight.is_meta
             hooked = any(map(is_hooked, (layer, *layer.lora_A.values(), *layer.lora_B.values())))
-            if plain and unrounded and not hooked and not any(layer.lora_bias.values()):
+            if unrounded and not hooked and not any(layer.lora_bias.values()):
                 replaced.append((layer, base, base.weight))  # first, so that an interruption finds it below
                 base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
                 with torch.no_grad():

@@ -89,6 +89,18 @@ def test_means_over_own_texts_equal_a_loop(models, char_tokenizer, by, engine):
     assert table.provenance.settings["by"] == (list(by) if isinstance(by, tuple) else by or "position")
 
 
+@pytest.mark.parametrize("how", ["mean", "zero"])
+def test_texts_of_which_nothing_is_read_are_ablated_by_both_engines(models, char_tokenizer, how):
+    """A target that the first token predicts: means of the tokens after it matter to no target."""
+    prompts = Prompts.from_texts(["ab:cd\n", "ba:dc\n", "cc:ab\n"], char_tokenizer)
+    first = prompts.select_targets(lambda targets: targets.offset == targets.offset.min())
+    one, other = (
+        ablate_heads(models["llama"], first, how, options=ac.RunOptions(engine=engine)).frame["value"].to_numpy()
+        for engine in ("fast", "reference")
+    )
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
 def test_intervals_and_provenance(llama, prompts):
     table = ablate_heads(llama, prompts, heads=[(1, 2), (0, 1)])
     frame: Any = table.frame

@@ -385,6 +385,10 @@ class TestParts:
             ({"heads": [(0, 0)], "neurons": [0], "direction": torch.ones(8)}, "neurons and a direction at once"),
             ({"heads": [(0, 0)], "neurons": []}, r"neurons=\[\]: name at least one"),
             ({"heads": [(0, 0)], "direction": torch.zeros(8)}, "a direction of length 0.0"),
+            (
+                {"heads": [(0, 0)], "direction": torch.ones(2, 2, 8)},
+                r"shape \(2, 2, 8\): give a vector, or orthonormal rows",
+            ),
             ({"heads": [(0, 0)], "direction": torch.ones(2, 8)}, r"\(2, 8\): its rows are not orthonormal; take torch"),
         ],
     )

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from found import TASK, changed, found
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, VeraConfig, get_peft_model
 from peft.tuners.lora import Linear
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.hooks.compat import bridges, lora_merging
 from align_circuits.hooks.left_as_found import modules_in
-from align_circuits.models.parameters import model_provenance
+from align_circuits.models.parameters import model_provenance, parameters_of
 from align_circuits.run import edited_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
@@ -76,6 +77,33 @@ def test_what_a_sum_would_change_stays_apart(adapted):
             with lora_merging.merged_adapters(modules_in(model)):
                 assert sum(layer.merged for layer in layers_of(model)) == merged
                 torch.testing.assert_close(model(TOKENS), before, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[9, 40]),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        VeraConfig(r=2, target_modules=["o_proj"]),
+        AdaLoraConfig(target_modules=["q_proj"], total_step=9),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_other_adapters_stay_apart(config, random_hf_model):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        wrapped = get_peft_model(random_hf_model("llama"), config).eval()
+        for _, weight in parameters_of(wrapped):
+            if weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.5)
+    model, prompts = ac.load(wrapped), ac.Prompts.from_tokens(TOKENS.tolist())
+    effects = {
+        engine: ac.ablate_heads(model, prompts, "zero", options=ac.RunOptions(engine=engine)).frame["value"].to_numpy()
+        for engine in ("fast", "reference")
+    }
+    assert abs(effects["fast"]).max() > 1e-3
+    assert effects["fast"] == pytest.approx(effects["reference"], abs=1e-5)
+    refused("carries an adapter, which the weights of heads do not show", ac.direct_logit_attribution, model, prompts)
 
 
 def test_provenance_is_that_of_the_weights_as_they_are(adapted, monkeypatch):

@@ -17,7 +17,7 @@ from written_gguf import write_gguf
 
 import align_circuits as ac
 from align_circuits.hooks.compat import bridges
-from align_circuits.models import gguf_files, loading
+from align_circuits.models import gguf_files
 from align_circuits.models.gguf_files import TENSORS
 from align_circuits.models.loading import load
 from align_circuits.models.lora import save_adapter, unwrapped, with_adapter
@@ -121,7 +121,7 @@ def test_gguf_file_on_the_hub(files, monkeypatch):
         asked.update(name=name, **settings)
         return str(files["llama"].parent)
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     load("someone/a-llama", gguf_file="llama.gguf", revision="v1")
     patterns = {"allow_patterns": ["llama.gguf"], "ignore_patterns": []}
     assert asked == {"name": "someone/a-llama", "revision": "v1"} | patterns

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, XLoraConfig, get_peft_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
@@ -69,10 +69,10 @@ def folders(random_hf_model, char_tokenizer, tmp_path_factory):
     return made
 
 
-def lora(model, seed=0):
+def lora(model, seed=0, targets=("q_proj", "k_proj", "v_proj")):
     """A PeftModel whose adapter changes the model: LoRA starts as the identity, so its second matrix is drawn anew."""
     gpt2 = model.config.model_type == "gpt2"
-    targets = ["attn.c_proj"] if gpt2 else ["q_proj", "k_proj", "v_proj"]
+    targets = ["attn.c_proj"] if gpt2 else [*targets]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", fan_in_fan_out=gpt2)
@@ -297,6 +297,39 @@ def test_adapter_beside_the_model_is_refused(random_hf_model):
     refused("PROMPT_TUNING adapter works beside the model", load, beside)
 
 
+def test_an_adapter_that_needs_more_than_its_own_layers_is_refused(random_hf_model, tmp_path):
+    base = random_hf_model("llama")
+    base.save_pretrained(tmp_path / "base")
+    base = type(base).from_pretrained(tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[60, 61])
+    with torch.random.fork_rng(devices=[]):
+        invoked = get_peft_model(base, config)
+    invoked.save_pretrained(tmp_path / "invoked")
+    lora(random_hf_model("llama")).save_pretrained(tmp_path / "expert")
+    base = random_hf_model("llama")
+    base.config.use_cache = False
+    mixed = XLoraConfig("CAUSAL_LM", hidden_size=32, xlora_depth=1, adapters={"0": str(tmp_path / "expert")})
+    with torch.random.fork_rng(devices=[]):
+        mixture = get_peft_model(base, mixed)
+    for source, kind in ((invoked, "aLoRA"), (tmp_path / "invoked", "aLoRA"), (mixture, "X-LoRA")):
+        refused(f"an {kind} adapter needs what PEFT computes around the model", load, source)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj", "v_proj"], ["o_proj"]])
+def test_an_adapter_of_an_adapter_adds_to_it(targets, random_hf_model, tmp_path):
+    random_hf_model("llama").save_pretrained(tmp_path / "base")
+    first = lora(type(random_hf_model("llama")).from_pretrained(tmp_path / "base"))
+    first.save_pretrained(tmp_path / "first")
+    second = lora(first.merge_and_unload(), seed=1, targets=targets)
+    second.save_pretrained(tmp_path / "second")
+    configure(tmp_path / "second", "adapter_config.json", base_model_name_or_path="../first")
+    computes(load(tmp_path / "second"), logits(second))
+
+
+def test_what_transformer_lens_cannot_run_is_told(random_hf_model):
+    refused("TransformerLens cannot run this GPT2", load, random_hf_model("gpt2", add_cross_attention=True))
+
+
 def test_transformer_lens_model_as_it_is(random_hf_model, char_tokenizer):
     model = load(random_hf_model("llama"))
     assert load(model) is model
@@ -331,7 +364,7 @@ def hub_error(kind: type[Any]) -> Any:
 )
 def test_why_a_model_cannot_be_downloaded_comes_first(monkeypatch, error, offline, message):
     monkeypatch.setattr("align_circuits.models.loading.constants.HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr("align_circuits.models.loading.snapshot_download", Mock(side_effect=error))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
     refused(f"^no folder 'a/b', and .*{message}", load, "a/b")
 
 

@@ -142,6 +142,8 @@ def test_a_partner_is_of_another_group_where_half_of_the_prompts_are(char_tokeni
     equal = ac.Prompts.from_texts(texts, char_tokenizer, answer=list("xxyz"), groups=range(4))
     equal = replace(equal, group=None)
     assert all(texts[one] != texts[other] for one, other in enumerate(next_unrelated(equal, step).tolist()))
+    grouped = replace(equal, group=torch.arange(4))
+    assert all(texts[one] != texts[other] for one, other in enumerate(next_unrelated(grouped, step).tolist()))
     alone = ac.Prompts.from_tokens([[1, 2], [1, 3], [1, 4]])
     assert next_unrelated(alone, step).tolist() == [(i + step) % 3 for i in range(3)]
 

@@ -348,6 +348,9 @@ def test_four_bit_on_a_cpu_that_dequantises_wrongly_is_refused(random_hf_model, 
         ({"dataset_size": 0}, "dataset_size=0"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"alpha": 0.0}, "alpha=0.0"),
+        ({"alpha": float("nan")}, "alpha=nan must be above 0 and finite"),
+        ({"clip": float("inf")}, "clip=inf must be finite"),
+        ({"projections": ()}, r"projections=\(\): choose from q, k"),
         ({"projections": ("qkv",)}, "no projection 'qkv'"),
         ({"lr": -1.0}, "lr=-1.0"),
     ],
@@ -486,6 +489,7 @@ def test_held_out_prompts_are_never_learned_from(llama, char_tokenizer, at_each_
     np.testing.assert_allclose(probed, scores.heads().frame["value"], atol=1e-5)
     assert {"accuracy", "best heads"} == set(tuned.figures) and len(held_out.prompts) == 2
     few = _TuningData.of(llama, OwnPrompts(prompts), replace(QUICK, probe_prompts=1), seed=0)
+    refused("the seed is -1: give an integer from 0", run, llama, prompts, QUICK, seed=-1)
     assert len(few.probes[False]) == 1
 
 
@@ -560,7 +564,7 @@ def test_any_task_is_tuned_beside_own_prompts(llama, char_tokenizer):
     [
         ({"method": "standard"}, "method='standard', dataset_size=None: both choices are for Seq2SeqTask"),
         ({"dataset_size": 8}, "both choices are for Seq2SeqTask"),
-        ({"batch": 9}, "n=9: there are 8 prompts"),
+        ({"batch": 9}, "batch=9: there are 8 prompts to learn from"),
     ],
 )
 def test_own_prompts_that_cannot_be_tuned_on(llama, char_tokenizer, tmp_path, changes, message):
