@@ -111,7 +111,9 @@ def value_of(table: Table, **where: Any) -> Measured:
 
 
 def share_of(true: Bool[ndarray, " seed"]) -> Measured:
-    """Returns the share of seeds in which something is true, with its exact binomial interval."""
+    """Returns the share of seeds in which something is true, with its exact binomial interval; none of no seeds."""
+    if not len(true):
+        return NOT_MEASURED
     return Measured(float(true.mean()), *binomial_interval(int(true.sum()), len(true)), tuple(true.tolist()))
 
 

@@ -149,6 +149,7 @@ def test_a_number_says_where_it_has_no_interval_or_is_none():
     assert str(Measured(1.0, np.nan, np.nan)) == "1.00 [no interval]" and f"{NOT_MEASURED:.0f}" == "none"
     # Of a share of seeds the interval is exact, of a row its own.
     assert str(share_of(np.array([True, True, False, True, True]))) == "0.80 [0.28, 0.99]"
+    assert share_of(np.array([], dtype=bool)) == NOT_MEASURED
     assert str(value_of(with_reach([0.9, 0.2]), x=1)) == "0.20 [0.10, 0.30]"
 
 

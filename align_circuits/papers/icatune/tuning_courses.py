@@ -39,11 +39,11 @@ def summarize_courses(config: Tunings, rows: Rows) -> pd.DataFrame:
 
 
 def before_in(first: str, second: str) -> Any:
-    """Returns in which seeds one metric emerged before another, or alone."""
+    """Returns in which seeds one metric emerged before another, or alone, of those in which either emerged."""
 
     def earlier(table: Table) -> Bool[ndarray, " seed"]:
         steps = table.frame.pivot(index=["arm", "seed"], columns="metric", values="value")
-        steps = steps.reindex(columns=[first, second])
+        steps = steps.reindex(columns=[first, second]).dropna(how="all")
         return (steps[first] < steps[second].fillna(np.inf)).to_numpy()
 
     return statistic(earlier).at(part="emergence")
