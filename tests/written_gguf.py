@@ -90,8 +90,8 @@ def write_gguf(
         if isinstance(value, list):
             writer.add_array(key, value)
         elif value is not None:
-            add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-            add(key, value)
+            kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+            kinds[type(value)](key, value)
     tied = config.tie_word_embeddings
     for name, value in model.state_dict().items():
         if tied and name == "lm_head.weight":

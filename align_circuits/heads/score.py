@@ -227,7 +227,10 @@ def resolve(prompts: Prompts, metrics: Sequence[str | OwnScore] | None) -> dict[
         for name, relation in prompts.relations.items()
         for suffix, measure in MEASURES.items()
     }
-    known = suffixed | {"sink": (sink, _attention), "entropy": (sink, _entropy)} | plain
+    known = suffixed | {"sink": (sink, _attention), "entropy": (sink, _entropy)}
+    if taken := [name for name in plain if name in known]:
+        raise ValueError(f"relation {taken[0]!r} has the name of a metric of heads: give it another name")
+    known |= plain
     if metrics is None:
         metrics = [name for name in (*plain, "lookup_mean", "sink", "entropy") if name in known]
     if unknown := [metric for metric in metrics if not callable(metric) and metric not in known]:

@@ -41,6 +41,14 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 Source: `config.json` of Llama 3.1 (Grattafiori et al., The Llama 3 Herd of Models, 2024)."""
 
+LLAMA3_SPLITS = frozenset(
+    ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
+)
+"""Ways to split text with which llama.cpp begins every text with BOS, where the file does not say otherwise, and takes
+whole words of the vocabulary as they are, without merges.
+
+Source: `llama-vocab.cpp` of llama.cpp."""
+
 MOST_PARTS = 2**21
 """How many texts and numbers the arrays in a file may have: a tokenizer of 260,000 tokens has four times as many."""
 
@@ -77,10 +85,24 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
             "they would be left out: give the model's folder in the Hugging Face format"
         )
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling == "none":  # which says nothing about a factor: llama.cpp then scales all frequencies by it
+        factors_of_all = [metadata.get(f"{architecture}.rope.{key}", 0) for key in ("scaling.factor", "scale_linear")]
+        scaling = next((f"by {factor:g}" for factor in factors_of_all if factor not in (0, 1)), "none")
     if scaling != "none":
         raise ValueError(
             f"{str(path)!r} scales its rotary frequencies ({scaling}), which would be left out: give the model's "
             "folder in the Hugging Face format"
+        )
+    if architecture != "gpt2" and f"{architecture}.attention.head_count_kv" not in metadata:
+        raise ValueError(
+            f"{str(path)!r} does not say how many heads of keys there are (attention.head_count_kv), without which "
+            "transformers reads their rows in another order: give the model's folder in the Hugging Face format"
+        )
+    blocks = [int(name.split(".")[1]) for name in names if name.startswith("blk.")]
+    counted = metadata.get(f"{architecture}.block_count")
+    if isinstance(counted, int) and blocks and max(blocks) >= counted:
+        raise ValueError(
+            f"{str(path)!r} has a block_count of {counted}, and tensors of block {max(blocks)}: download it again"
         )
     check_counts(path, {"block_count": metadata.get(f"{architecture}.block_count")}, len(names))
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
@@ -136,10 +158,23 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
             f"the tokenizer in {str(path)!r} splits text in a way that transformers does not know ({splits}), and "
             "would read it as other tokens: give tokenizer=, the model's Hugging Face tokenizer or a folder with it"
         )
+    if not by_bytes and metadata.get("tokenizer.ggml.add_space_prefix") is False:
+        raise ValueError(
+            f"the tokenizer in {str(path)!r} begins texts without a space, which transformers would add: give "
+            "tokenizer=, the model's Hugging Face tokenizer or a folder with it"
+        )
+    how = {"digits_apart": by_bytes and splits == "smollm", "as_llama3": by_bytes and splits in LLAMA3_SPLITS}
     try:
-        return gguf_metadata.gguf_tokenizer(path, digits_apart=by_bytes and splits == "smollm")
+        tokenizer = gguf_metadata.gguf_tokenizer(path, **how)
+        unlike = gguf_metadata.tokens_of_other_ids(path, tokenizer)
     except Exception as error:  # whoever reads a garbled file fails in its own way
         raise _broken(path, error) from error
+    if unlike:
+        raise ValueError(
+            f"the tokenizer in {str(path)!r} has tokens that transformers would cut or give other ids, such as "
+            f"{unlike[0]!r}: give tokenizer=, the model's Hugging Face tokenizer or a folder with it"
+        )
+    return tokenizer
 
 
 def gguf_parameters(path: Path) -> int:

@@ -1,6 +1,7 @@
 """Prompts as JSON lines: what a line may hold, and what is wrong with one that does not."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,15 @@ def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
             continue
         line_name = f"{str(path)!r}, line {number}"
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_pairs_hook=_without_repeats)
+        except KeyError as error:
+            raise ValueError(f"{line_name}: the key {error.args[0]!r} stands there twice; give it once") from None
         except (ValueError, RecursionError) as error:  # ValueError: no JSON, or an integer of thousands of digits
             raise ValueError(f"{line_name}: no JSON ({error}); give one object a line") from error
+        if halves := re.findall("[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):
+            raise ValueError(
+                f"{line_name}: {halves[0]!r} is half a character (a lone surrogate): decode it from its file anew"
+            )
         if isinstance(record, list):
             raise ValueError(f"{line_name}: a list; give one object a line, without brackets around them")
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
@@ -61,7 +68,7 @@ def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
             raise ValueError(f"{line_name}: unknown key {unknown[0]!r}: {meant}a line may have {', '.join(SCHEMA)}")
         for key, value in record.items():
             kind, wanted = _TYPES.get(key, (str, "a string"))
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"{line_name}: {key} is {json.dumps(value)[:60]}; give {wanted}")
         _check_relations(line_name, record.get("relations", {}))
         first = first or record
@@ -78,6 +85,15 @@ def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
             raise ValueError(f"{str(path)!r} has the key {key!r} without {needed!r}: give each line {needed!r} too")
     columns, numbers = {key: [record[key] for record in records.values()] for key in first}, [*records]
     return columns, numbers
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; a key that stands there twice is a KeyError."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise KeyError(next(name for name in names if names.count(name) > 1))
+    return record
 
 
 def _check_relations(place: str, relations: dict[str, Any]) -> None:

@@ -454,7 +454,7 @@ class Prompts:
             raise ValueError("no target is left: choose at least one")
         return self._with_targets(torch.from_numpy(np.flatnonzero(chosen)))
 
-    def with_relations(self, **relations: Relation) -> "Prompts":
+    def with_relations(self, /, **relations: Relation) -> "Prompts":
         """Returns the prompts with more relations, by name; one of the same name is replaced.
 
         A row without keys is refused, since it would count as a miss. So are other keys than theirs under the names
@@ -483,7 +483,7 @@ class Prompts:
         return replace(self, relations={**self.relations, **named})
 
     @checked
-    def with_token_kinds(self, **kinds: TokenKind) -> "Prompts":
+    def with_token_kinds(self, /, **kinds: TokenKind) -> "Prompts":
         """Returns the prompts with the tokens at named positions of these kinds: means for ablation go by them.
 
         Args:
@@ -614,9 +614,10 @@ class Prompts:
         groups = groups_of_equal([text.ids[: text.n_text] for text in tokenized], names) if groups is None else groups
         prompts = cls.from_tokens([text.ids for text in tokenized], tokenizer=tokenizer)
         start = prompts.mask.int().argmax(1)  # prompts are padded on the left
-        begins = prompts.tokens == (-1 if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
+        first = torch.arange(prompts.tokens.shape[1]) - start[:, None]
         # A text may hold the same token again, as a separator.
-        begins &= torch.arange(begins.shape[1]) == start[:, None]
+        begins = (prompts.tokens == (-1 if tokenizer.bos_token_id is None else tokenizer.bos_token_id)) & (first == 0)
+        begins |= (first >= 0) & (first < torch.tensor([text.n_beginning for text in tokenized])[:, None])
         prompts = replace(prompts, token_kinds=prompts.token_kinds.masked_fill(begins, TokenKind.BOS.value))
         answer = start + torch.tensor([text.n_text for text in tokenized])
         if any(len(text.ids) > text.n_text for text in tokenized):
@@ -637,8 +638,8 @@ class Prompts:
         if groups is not None and pd.isna(pd.Series(list(groups))).any():
             raise ValueError("groups: a text has none (None or NaN); give one for each, a name of its own if unrelated")
         named = {name: start + torch.tensor([text.places[name] for text in tokenized]) for name in tokenized[0].places}
-        # A Series keeps 1 and "1" apart, of which numpy would make one text.
-        group = None if groups is None else torch.from_numpy(pd.factorize(pd.Series(list(groups)))[0])
+        # Objects keep 1 and "1" apart, and integers that are one number as floats.
+        group = None if groups is None else torch.from_numpy(pd.factorize(pd.Series(list(groups), dtype=object))[0])
         return replace(prompts, positions=named, group=group)
 
     @classmethod

@@ -36,6 +36,8 @@ class TokenizedText:
     empty if there is none."""
     places: Mapping[str, int]
     """Named positions, as indices of `ids`."""
+    n_beginning: int
+    """How many tokens at the start are those with which the tokenizer begins every text."""
 
 
 def groups_of_equal(texts: Sequence[Sequence[int]], names: Sequence[str]) -> list[int] | None:
@@ -84,10 +86,10 @@ def tokenize(
         raise ValueError(f"positions: {END!r} is the text's last token by itself; take another name")
     tokenized, doubts, refused = [], {}, {}
     for index, (text, text_name) in enumerate(zip(texts, names, strict=True)):
-        ids = _ids(tokenizer, text)
+        ids, n_beginning = _read(tokenizer, text)
         if not ids:
             raise ValueError(f"{text_name}: the text is empty; give one of at least one token")
-        if tokenizer.unk_token_id in ids and tokenizer.unk_token not in text:
+        if tokenizer.unk_token_id in ids[n_beginning:] and tokenizer.unk_token not in text:
             doubts[text_name] = f"the vocabulary lacks characters of {text!r}, which the model reads as unknown tokens"
         columns_of = {
             name: _place(tokenizer, text_name, text, ids, name, given[index]) for name, given in named.items()
@@ -113,7 +115,7 @@ def tokenize(
                         "unless that is meant"
                     )
                 wrong_ids = wrong_ids[:1]
-        tokenized.append(TokenizedText(text, answered, len(ids), wrong_ids, columns_of))
+        tokenized.append(TokenizedText(text, answered, len(ids), wrong_ids, columns_of, n_beginning))
         places_of = {name: given[index] for name, given in named.items()}
         if doubt := _doubt(tokenizer, text, "" if answer is None else answer[index], places_of):
             doubts[text_name] = doubt
@@ -246,7 +248,12 @@ def name_of(tokenizer: Any) -> str:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that goes on: without an end that the tokenizer adds, or a second beginning.
+    """The tokens of a text that goes on: without an end that the tokenizer adds, or a second beginning."""
+    return _read(tokenizer, text)[0]
+
+
+def _read(tokenizer: Any, text: str) -> tuple[list[int], int]:
+    """The same, and with how many of them the tokenizer begins every text.
 
     Raises:
         ValueError: The text has half a character, of which UTF-16 makes two.
@@ -255,21 +262,14 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
         raise ValueError(
             f"the text {text[:60]!r} has half a character (a lone surrogate): decode it from its file anew"
         )
-    ids = list(read_by(tokenizer, text)["input_ids"])
-    return ids[_doubled(tokenizer, text, ids) : len(ids) - _ended(tokenizer, text, ids)]
-
-
-def _doubled(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
-    """Whether a tokenizer adds the token of the beginning to a text that has it, as one from a chat template."""
-    begin = str(getattr(tokenizer, "bos_token", None) or "")
-    twice = begin != "" and list(ids[:2]) == [tokenizer.bos_token_id] * 2
-    return twice and text.startswith(begin) and not text.startswith(2 * begin)
-
-
-def _ended(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
-    """Whether a tokenizer adds the token of the end."""
-    end = str(getattr(tokenizer, "eos_token", None) or "")
-    return end != "" and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(end)
+    ids, own = (list(read_by(tokenizer, text, add_special_tokens=add)["input_ids"]) for add in (True, False))
+    places = [place for place in range(len(ids) - len(own) + 1) if ids[place : place + len(own)] == own]
+    if not places:  # it reads a text otherwise where it adds tokens
+        return ids, 0
+    # Several where the text begins or ends with what is added: "<s>" becomes "<s><s>", of which the first is added.
+    is_begun = bool(ids) and ids[0] == tokenizer.bos_token_id
+    beginning = ids[: (places[-1] if own else 1) if is_begun else places[0]]
+    return (own if own[: len(beginning)] == beginning else beginning + own), len(beginning)
 
 
 def _continuation(tokenizer: Any, text_name: str, what: str, text: str, ids: list[int], answer: str) -> list[int]:
@@ -303,13 +303,13 @@ def _place(tokenizer: Any, text_name: str, text: str, ids: list[int], name: str,
             f"{text_name}: positions[{name!r}]: {word!r} occurs {len(starts)} times; say which one, as {first}"
         )
     # Only at its last token has a causal model read the whole part.
-    # A space behind it would belong to the token of the next word.
-    last = starts[occurrence or 0] + len(word.rstrip() or word) - 1
+    # A space behind it would belong to the token of the next word, a newline not.
+    last = starts[occurrence or 0] + len(word.rstrip(" ") or word) - 1
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"positions[{name!r}]: this tokenizer does not say where its tokens lie; give token indices")
-    encoded = read_by(tokenizer, text, return_offsets_mapping=True)
-    offsets = encoded["offset_mapping"][_doubled(tokenizer, text, encoded["input_ids"]) :]
-    if not (tokens := [token for token, (start, end) in enumerate(offsets) if start <= last < end]):
+    offsets = read_by(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    added = len(ids) - len(offsets)
+    if not (tokens := [added + token for token, (start, end) in enumerate(offsets) if start <= last < end]):
         raise ValueError(f"{text_name}: positions[{name!r}]: no token holds the end of {word!r}; take another part")
     return tokens[-1]  # a letter of several bytes may be several tokens
 

@@ -370,9 +370,15 @@ def test_bf16_models_are_scored(random_hf_model, prompts):
 
 def test_what_cannot_be_scored_is_refused(models, prompts, byte_bpe_tokenizer):
     of_others = ac.Prompts.from_tokens([[5, 6, 5]], tokenizer=byte_bpe_tokenizer)
+
+    def named_as(name):
+        return prompts.with_relations(**{name: prompts.relations["lookup"]})
+
     for asked, metrics, message in [
         (prompts[:0], None, "no prompts to score"),
         (replace(prompts, relations={}), None, "hold no relation"),
+        (named_as("sink"), None, "relation 'sink' has the name of a metric of heads"),
+        (named_as("lookup_mass"), None, "relation 'lookup_mass' has the name of a metric of heads"),
         (prompts, [], "no metrics to score"),
         (of_others, None, "another tokenizer"),
     ]:

@@ -1,5 +1,6 @@
 """GGUF files of tiny random models, written as llama.cpp writes them: the same logits and tokens; nothing left out."""
 
+import copy
 import json
 import shutil
 import struct
@@ -188,9 +189,28 @@ def test_what_would_be_left_out_is_refused(models, tmp_path):
         load(write_gguf(tmp_path / "c.gguf", llama, **{"llama.rope.scaling.type": "yarn"}))
     with pytest.raises(ValueError, match=r"lacks 9 tensors, such as 'model\.layers\.2\."):
         load(write_gguf(tmp_path / "d.gguf", llama, **{"llama.block_count": 3}))
+    for keys, message in (
+        ({"llama.rope.scaling.factor": 4.0}, r"scales its rotary frequencies \(by 4\), which would be left out"),
+        ({"llama.rope.scale_linear": 2.0}, r"scales its rotary frequencies \(by 2\), which would be left out"),
+        ({"llama.attention.head_count_kv": None}, r"does not say how many heads of keys there are"),
+        ({"llama.block_count": 1}, "has a block_count of 1, and tensors of block 1: download it again"),
+    ):
+        refused(message, load, write_gguf(tmp_path / "e.gguf", llama, **keys))
 
 
-def test_tokenizers_that_transformers_would_misread(models, byte_bpe_tokenizer, tmp_path):
+def test_llama_3_begins_texts_and_takes_words_whole(models, byte_bpe_tokenizer, tmp_path):
+    """As llama.cpp does for its way to split, of which a file need not say it."""
+    begins = byte_bpe_tokenizer.eos_token_id
+    keys = {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.bos_token_id": begins}
+    tokenizer = load(write_gguf(tmp_path / "a.gguf", models["llama"], byte_bpe_tokenizer, **keys)).tokenizer
+    assert tokenizer("the cat")["input_ids"] == [begins, *byte_bpe_tokenizer("the cat")["input_ids"]]
+    assert tokenizer.backend_tokenizer.model.ignore_merges
+    keys |= {"tokenizer.ggml.add_bos_token": False}
+    tokenizer = load(write_gguf(tmp_path / "b.gguf", models["llama"], byte_bpe_tokenizer, **keys)).tokenizer
+    assert tokenizer("the cat")["input_ids"] == byte_bpe_tokenizer("the cat")["input_ids"]
+
+
+def test_tokenizers_that_transformers_would_misread(models, random_hf_model, byte_bpe_tokenizer, tmp_path):
     llama = models["llama"]
     path = write_gguf(tmp_path / "a.gguf", llama, byte_bpe_tokenizer, **{"tokenizer.ggml.pre": "viking"})
     refused(r"that transformers does not know \(viking\), and .* give tokenizer=", load, path)
@@ -201,6 +221,13 @@ def test_tokenizers_that_transformers_would_misread(models, byte_bpe_tokenizer, 
     tokenizer = load(digits).tokenizer
     split = [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12 b")]
     assert split == ["a", "ĊĊ", "1", "2", "Ġb"]
+    marked = copy.deepcopy(byte_bpe_tokenizer)
+    marked.add_tokens(["é猫"], special_tokens=True)
+    tokens = marked.convert_ids_to_tokens(range(len(marked)))
+    kinds = [3 if token in ("é猫", "<|endoftext|>") else 1 for token in tokens]
+    larger = random_hf_model("llama", vocab_size=len(marked))
+    path = write_gguf(tmp_path / "f.gguf", larger, marked, **{"tokenizer.ggml.token_type": kinds})
+    refused("has tokens that transformers would cut or give other ids, such as 'é猫': give tokenizer=", load, path)
     assert load(write_gguf(tmp_path / "d.gguf", llama)).tokenizer is None
     assert load(write_gguf(tmp_path / "e.gguf", llama), tokenizer=path.parent / "c.gguf").tokenizer is not None
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import align_circuits as ac
@@ -338,7 +338,7 @@ def test_pairs_that_are_refused(byte_bpe_tokenizer):
     texts = ["the cat sat"] * 2, ["the dog sat", "the ferret sat"]
     refused(message, Prompts.from_pairs, *texts, byte_bpe_tokenizer, answer=[" on", " on"])
     drawn = torch.randint(20, (240,), generator=torch.Generator().manual_seed(0)).tolist()
-    long = TokenizedText("", drawn, 240, [], {})
+    long = TokenizedText("", drawn, 240, [], {}, 0)
     message = r"pair 3: at token 100 the clean text has '' \(0 tokens\) and .* \(1 token\)"
     refused(message, check_aligned, "pair 3", long, [*drawn[:100], 30, *drawn[100:]], byte_bpe_tokenizer)
     (text,) = tokenize(["the cat"], byte_bpe_tokenizer, None, None, None, ["text 0"])
@@ -359,7 +359,34 @@ def test_what_a_tokenizer_adds_behind_a_text_or_twice_before_it_is_left_out():
     assert templated.tokens.tolist() == [[0, 2, 4, 3]]
     assert plain.positions["first"].tolist() == templated.positions["first"].tolist() == [1]
     ended = Prompts.from_texts(["a </s>"], tokenizer)
-    assert ended.tokens.tolist() == [[0, 2, 1, 1]], "an end that stands in the text stays"
+    assert ended.tokens.tolist() == [[0, 2, 1]], "an end that stands in the text stays, and no other comes"
+    answered = Prompts.from_texts(["a c"], tokenizer, answer=[" </s>"], wrong=[" b"])
+    assert answered.tokens.tolist() == [[0, 2, 4, 1]] and answered.targets["target_pos"].tolist() == [3]
+
+
+def test_a_beginning_of_several_tokens_is_read_once_and_is_of_one_kind():
+    """As GLM's, which is no `bos_token`; a text from its chat template has it already."""
+    backend = Tokenizer(models.WordLevel({"[g]": 0, "<sop>": 1, "a": 2, "b": 3, "?": 4}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = [("[g]", 0), ("<sop>", 1)]
+    backend.post_processor = processors.TemplateProcessing(single="[g] <sop> $A", special_tokens=template)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<sop>")
+    for text in ("a b", "[g] <sop> a b"):
+        prompts = Prompts.from_texts([text], tokenizer, answer=[" a"], positions={"B": "b"})
+        assert prompts.tokens.tolist() == [[0, 1, 2, 3, 2]] and prompts.positions["B"].tolist() == [3]
+        assert (prompts.token_kinds == TokenKind.BOS).tolist() == [[True, True, False, False, False]]
+
+
+def test_an_end_in_the_text_stays_whatever_follows(byte_bpe_tokenizer):
+    """A token of the end that takes the newline behind it."""
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=AddedToken("<end>", rstrip=True))
+    prompts = Prompts.from_texts(["a <end>\n"], tokenizer, answer=["b"])
+    assert prompts.tokens.tolist() == [[0, 3, 1]] and prompts.positions["END"].tolist() == [1]
+    newline = byte_bpe_tokenizer("the\n", add_special_tokens=False)["input_ids"]
+    named = Prompts.from_texts(["the\nthe cat"], byte_bpe_tokenizer, positions={"line": "the\n"})
+    assert named.token_text[0][int(named.positions["line"][0])] == "\n" and len(newline) == 2
 
 
 def test_a_tokenizer_whose_patterns_give_up_is_named():
