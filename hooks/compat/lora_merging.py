@@ -31,7 +31,7 @@ def merged_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
             # Not `isinstance`: subclasses may compute something else than W + s B A.
             if type(layer) is not Linear or layer.merged or layer.disable_adapters or layer.lora_variant:
                 continue
-            base = layer.base_layer
+            base: Any = layer.base_layer
             unrounded = base.weight.dtype in (torch.float32, torch.float64) and not base.weight.is_meta
             hooked = any(map(is_hooked, (layer, *layer.lora_A.values(), *layer.lora_B.values())))
             if unrounded and not hooked and not any(layer.lora_bias.values()):
