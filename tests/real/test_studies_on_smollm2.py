@@ -68,7 +68,7 @@ def test_greater_than():
     metrics = [metric_of(text, of) for text, of in zip(texts, names["tens"], strict=True)]
     by_hand = patched(model, texts, names["corrupted_texts"], metrics, (20, 8), only_end=False)
     assert effects_of(names["effects"])[20, 8].value == pytest.approx(by_hand, abs=1e-5)
-    assert by_hand == pytest.approx(-0.421, abs=0.01)
+    assert by_hand == pytest.approx(-0.393, abs=0.01)
 
 
 def test_subject_verb_agreement():
