@@ -51,8 +51,8 @@ def tokens_of_other_ids(path: Path, tokenizer: PreTrainedTokenizerFast) -> list[
 
     names = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
     metadata, _ = read_gguf_metadata(str(path), names)
-    kinds = metadata.get(names[1], [])
-    apart = [(index, text) for index, (text, kind) in enumerate(zip(metadata[names[0]], kinds, strict=False)) if kind in _APART]
+    tokens = zip(metadata[names[0]], metadata.get(names[1], []), strict=False)
+    apart = [(index, text) for index, (text, kind) in enumerate(tokens) if kind in _APART]
     return [text for index, text in apart if tokenizer(text, add_special_tokens=False)["input_ids"] != [index]]
 
 
