@@ -267,9 +267,10 @@ def _read(tokenizer: Any, text: str) -> tuple[list[int], int]:
     if not places:  # it reads a text otherwise where it adds tokens
         return ids, 0
     # Several where the text begins or ends with what is added: "<s>" becomes "<s><s>", of which the first is added.
-    is_begun = bool(ids) and ids[0] == tokenizer.bos_token_id
-    beginning = ids[: (places[-1] if own else 1) if is_begun else places[0]]
-    return (own if own[: len(beginning)] == beginning else beginning + own), len(beginning)
+    last = places[-1] if own else 1
+    n_beginning = last if ids[:1] == [tokenizer.bos_token_id] else places[0]
+    beginning = ids[:n_beginning]
+    return (own if own[:n_beginning] == beginning else beginning + own), n_beginning
 
 
 def _continuation(tokenizer: Any, text_name: str, what: str, text: str, ids: list[int], answer: str) -> list[int]:
