@@ -85,9 +85,9 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
             "they would be left out: give the model's folder in the Hugging Face format"
         )
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling == "none":  # which says nothing about a factor: llama.cpp then scales all frequencies by it
-        factors_of_all = [metadata.get(f"{architecture}.rope.{key}", 0) for key in ("scaling.factor", "scale_linear")]
-        scaling = next((f"by {factor:g}" for factor in factors_of_all if factor not in (0, 1)), "none")
+    if scaling == "none":  # a factor without a type scales all frequencies in llama.cpp
+        linear = [metadata.get(f"{architecture}.rope.{key}", 0) for key in ("scaling.factor", "scale_linear")]
+        scaling = next((f"by {factor:g}" for factor in linear if factor not in (0, 1)), "none")
     if scaling != "none":
         raise ValueError(
             f"{str(path)!r} scales its rotary frequencies ({scaling}), which would be left out: give the model's "
@@ -104,7 +104,7 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
         raise ValueError(
             f"{str(path)!r} has a block_count of {counted}, and tensors of block {max(blocks)}: download it again"
         )
-    check_counts(path, {"block_count": metadata.get(f"{architecture}.block_count")}, len(names))
+    check_counts(path, {"block_count": counted}, len(names))
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(path.parent, **source)
