@@ -4,8 +4,9 @@
     python benchmarks/more_seeds.py icatune/fig4 smollm2 --model smollm2 --anew arm="larger steps" --out runs/more
 
 The config is the one that stands in the code, so that nothing is measured that was not registered. Rows of other jobs
-stay as they were kept, to the last digit. The joined table goes to OUT/joined; the provenance of the kept one, and how
-many jobs are still lacking, stand there under `data`. Repeat the command to resume.
+stay as they were kept, to the last digit; of rows over several seeds all seeds are measured. The joined table goes to
+OUT/joined; the provenance of the kept one, and how many jobs are still lacking, stand there under `data`. Repeat the
+command to resume.
 """
 
 import argparse
@@ -45,8 +46,21 @@ def has_one(keys: Keys, named: Collection[str]) -> bool:
     return any(f"{name}={value}" in named for name, value in keys)
 
 
+def of_all_seeds(keys: Keys) -> Keys:
+    """Returns the keys without the seed."""
+    return tuple(pair for pair in keys if pair[0] != "seed")
+
+
+def are_over_seeds(frame: Any, keys: Keys) -> Bool[ndarray, " row"]:
+    """Returns which rows are over the seeds of a job's keys, such as the means of a course."""
+    return rows_of(frame, dict(of_all_seeds(keys))) & frame["seed"].isna().to_numpy(bool)
+
+
 def lacking(study: Study, config: Any, inputs: Inputs, kept: Any, anew: Collection[str] = ()) -> set[Keys]:
-    """Returns the keys of the jobs of a config of which a table has no row, or that have one of the values of `anew`.
+    """Returns the keys of the jobs of a config that are to be measured.
+
+    These are the jobs of which a table has no row, those that have one of the values of `anew`, and those that have
+    rows with one of these over their seeds.
 
     Args:
         study: Whose jobs they are.
@@ -56,7 +70,9 @@ def lacking(study: Study, config: Any, inputs: Inputs, kept: Any, anew: Collecti
         anew: As for `has_one`.
     """
     jobs = {keys_of(each) for each in (*study.train(config, inputs), *study.jobs(config, inputs))}
-    return {keys for keys in jobs if has_one(keys, anew) or not rows_of(kept, dict(keys)).any()}
+    found = {keys for keys in jobs if has_one(keys, anew) or not rows_of(kept, dict(keys)).any()}
+    beside = {of_all_seeds(keys) for keys in found if are_over_seeds(kept, keys).any()}
+    return found | {keys for keys in jobs if of_all_seeds(keys) in beside}
 
 
 def only(jobs: Callable[[Any, Inputs], Sequence[Measurement]], wanted: set[Keys]) -> Any:
@@ -73,13 +89,11 @@ def joined(kept: Table, more: Table, measured: set[Keys]) -> Table:
     if kept.provenance.model != more.provenance.model:
         raise ValueError(f"other models: {kept.provenance.model} in the kept table, {more.provenance.model} here")
     frame: Any = kept.frame
-    own = [dict(keys) for keys in measured]
-    stale = np.logical_or.reduce([rows_of(frame, keys) for keys in own])
-    for keys in own:
-        of_all = rows_of(frame, {name: value for name, value in keys.items() if name != "seed"})
-        over_seeds = of_all & frame["seed"].isna().to_numpy(bool)
-        if over_seeds.any() and (of_all & ~over_seeds & ~stale).any():
-            raise ValueError(f"{keys}: there are rows over its seed and over others; measure all of them anew")
+    stale = np.logical_or.reduce([rows_of(frame, dict(keys)) for keys in measured])
+    for keys in measured:
+        over_seeds = are_over_seeds(frame, keys)
+        if over_seeds.any() and (rows_of(frame, dict(of_all_seeds(keys))) & ~over_seeds & ~stale).any():
+            raise ValueError(f"{dict(keys)}: there are rows over its seed and others; leave them together in --only")
         stale |= over_seeds
     before = {"settings": kept.provenance.settings, "versions": kept.provenance.versions}
     provenance = replace(more.provenance, data={"joined to": before})

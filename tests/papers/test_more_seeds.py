@@ -41,8 +41,9 @@ def test_only_what_is_lacking_is_measured(more_seeds):
         return [(each.keys["arm"], each.seed) for each in only(seeds, NONE)]
 
     assert wanted((0,)) == []
-    assert wanted((0, 1, 2)) == [("a", 2), ("b", 1), ("b", 2)]
-    assert wanted((0, 1), "arm=a") == [("a", 0), ("a", 1), ("b", 1)]
+    assert wanted((0, 1, 2)) == [("a", 2), ("b", 0), ("b", 1), ("b", 2)], "b has a row over its seeds"
+    assert wanted((0,), "arm=a") == [("a", 0)]
+    assert wanted((0, 1), "arm=a") == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 
 
 def test_seeds_are_named_as_they_are_printed(more_seeds):
@@ -62,7 +63,7 @@ def test_kept_rows_stay_and_what_was_measured_anew_takes_their_place(more_seeds)
 
 def test_rows_over_seeds_are_measured_anew_with_all_their_seeds_or_not_at_all(more_seeds):
     new = table([("b", 1, 0.7), ("b", None, 0.7)])
-    refused("there are rows over its seed and over others", more_seeds.joined, KEPT, new, {(("arm", "b"), ("seed", 1))})
+    refused("there are rows over its seed and others", more_seeds.joined, KEPT, new, {(("arm", "b"), ("seed", 1))})
     both = table([("b", 0, 0.3), ("b", 1, 0.7), ("b", None, 0.5)])
     joined = more_seeds.joined(KEPT, both, {(("arm", "b"), ("seed", seed)) for seed in (0, 1)})
     assert joined.where(arm="b").frame["value"].tolist() == [0.3, 0.7, 0.5]
