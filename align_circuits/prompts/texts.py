@@ -89,8 +89,8 @@ def tokenize(
         ids, n_beginning = _read(tokenizer, text)
         if not ids:
             raise ValueError(f"{text_name}: the text is empty; give one of at least one token")
-        if tokenizer.unk_token_id in ids[n_beginning:] and tokenizer.unk_token not in text:
-            doubts[text_name] = f"the vocabulary lacks characters of {text!r}, which the model reads as unknown tokens"
+        if _lacks_characters(tokenizer, ids[n_beginning:], text):
+            doubts[text_name] = f"the vocabulary lacks characters of {text!r}, which the model does not read as such"
         columns_of = {
             name: _place(tokenizer, text_name, text, ids, name, given[index]) for name, given in named.items()
         }
@@ -283,9 +283,30 @@ def _continuation(tokenizer: Any, text_name: str, what: str, text: str, ids: lis
             spaced = " " + answer.strip()
             remedy = f"the space at the end of the text belongs to it: end the text without, and give {spaced!r}"
         raise ValueError(f"{text_name}: the {what} {answer!r} is no token of its own behind {text[-20:]!r}; {remedy}")
-    if tokenizer.unk_token_id in both[len(ids) :] and tokenizer.unk_token not in answer:
+    if _lacks_characters(tokenizer, both[len(ids) :], answer, before=text):
         raise ValueError(f"{text_name}: the vocabulary lacks characters of the {what} {answer!r}; give one that it has")
     return both[len(ids) :]
+
+
+def _lacks_characters(tokenizer: Any, ids: list[int], text: str, before: str = "") -> bool:
+    """Whether tokens of a text, with another `before` it, are unknown, or leave out some of its characters."""
+    if tokenizer.unk_token_id in ids and tokenizer.unk_token not in text:
+        return True
+    # Counted, since behind a character that is left out a tokenizer may place all tokens too early.
+    return _n_left_out(tokenizer, before + text) > _n_left_out(tokenizer, before)
+
+
+def _n_left_out(tokenizer: Any, text: str) -> int:
+    """How many characters of a text but spaces belong to no token; 0 where the tokenizer does not say it."""
+    if not text or not getattr(tokenizer, "is_fast", False):
+        return 0
+    read = {place for start, end in _offsets(tokenizer, text) for place in range(start, end)}
+    return sum(place not in read and not letter.isspace() for place, letter in enumerate(text))
+
+
+def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """Where each token of a text lies in it, without those that the tokenizer adds."""
+    return read_by(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
 
 
 def _place(tokenizer: Any, text_name: str, text: str, ids: list[int], name: str, place: Place) -> int:
@@ -308,7 +329,7 @@ def _place(tokenizer: Any, text_name: str, text: str, ids: list[int], name: str,
     last = starts[occurrence or 0] + len(word.rstrip(" ") or word) - 1
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"positions[{name!r}]: this tokenizer does not say where its tokens lie; give token indices")
-    offsets = read_by(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    offsets = _offsets(tokenizer, text)
     added = len(ids) - len(offsets)
     if not (tokens := [added + token for token, (start, end) in enumerate(offsets) if start <= last < end]):
         raise ValueError(f"{text_name}: positions[{name!r}]: no token holds the end of {word!r}; take another part")

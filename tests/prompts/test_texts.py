@@ -219,6 +219,16 @@ def test_characters_that_the_vocabulary_lacks_are_told_and_texts_of_equal_tokens
     Prompts.from_texts([f"a{TOKENIZER.unk_token}:"], TOKENIZER)  # as it is written
 
 
+def test_characters_that_a_vocabulary_without_an_unknown_token_leaves_out_are_told():
+    letters = {letter: index for index, letter in enumerate("abc :")}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(letters, [])))
+    with pytest.warns(UserWarning, match="text 1: the vocabulary lacks characters of 'aéb:'"):
+        prompts = Prompts.from_texts(["a:", "aéb:"], tokenizer, answer=["c", "c"])
+    assert prompts.tokens[1].tolist() == [0, 1, 4, 2]
+    for answer in ("cé", "éc"):
+        refused("lacks characters of the answer", Prompts.from_texts, ["aé b:"], tokenizer, answer=[answer])
+
+
 def test_a_space_behind_a_named_position_does_not_move_it(byte_bpe_tokenizer):
     places: Any = {"plain": "cat", "spaced": "cat ", "with occurrence": ("cat ", 0)}
     at = Prompts.from_texts(["the cat sat on"], byte_bpe_tokenizer, positions=places).positions
