@@ -7,6 +7,7 @@ from typing import Any
 
 from align_circuits.jobs.files import is_path
 from align_circuits.jobs.similar_names import did_you_mean
+from align_circuits.prompts.texts import is_place
 
 SCHEMA = {
     "text": "the prompt, without its answer (required)",
@@ -70,6 +71,13 @@ def read_jsonl(path: str | Path) -> tuple[dict[str, list[Any]], list[int]]:
             kind, wanted = _TYPES.get(key, (str, "a string"))
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"{line_name}: {key} is {json.dumps(value)[:60]}; give {wanted}")
+        for name, place in record.get("positions", {}).items():
+            if not is_place(_place(place)):
+                shown = json.dumps(place, ensure_ascii=False)[:60]
+                raise ValueError(
+                    f"{line_name}: positions[{name!r}] is {shown}; give a part of the text, [part, occurrence], or the "
+                    "index of a token"
+                )
         _check_relations(line_name, record.get("relations", {}))
         first = first or record
         if uneven := sorted(record.keys() ^ first.keys()):
@@ -113,7 +121,8 @@ def _check_relations(place: str, relations: dict[str, Any]) -> None:
 
 def places(column: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Returns the positions of all lines by name, as `Prompts.from_texts` takes them."""
-    return {
-        name: [tuple(line[name]) if isinstance(line[name], list) else line[name] for line in column]
-        for name in column[0]
-    }
+    return {name: [_place(line[name]) for line in column] for name in column[0]}
+
+
+def _place(place: Any) -> Any:
+    return tuple(place) if isinstance(place, list) else place

@@ -772,9 +772,9 @@ class Prompts:
                 pairs = [(prompt, line["query"], line["keys"]) for prompt, line in enumerate(of_lines)]
                 candidates = [line.get("candidates") for line in of_lines]
                 relations[name] = Relation.of_named(pairs, clean, name, candidates, names)
-        except ValueError as error:
-            raise ValueError(f"{str(path)!r}, {error}") from error
-        clean = clean.with_relations(**relations)
+            clean = clean.with_relations(**relations)
+        except (KeyError, ValueError) as error:
+            raise type(error)(f"{str(path)!r}, {error.args[0]}") from error
         return clean, None if corrupted is None else replace(corrupted, relations=clean.relations)
 
     def save(self, path: str | Path) -> None:

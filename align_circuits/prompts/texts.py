@@ -208,9 +208,9 @@ def warn_of_far_pairs(names: Sequence[str], pairs: Sequence[tuple[Sequence[int],
 
 def _of_each(name: str, place: Any, count: int) -> list[Place]:
     """The place of a named position in each text; one place serves all."""
-    if _is_place(place):
+    if is_place(place):
         return [place] * count
-    if not isinstance(place, Sequence) or len(place) != count or not all(map(_is_place, place)):
+    if not isinstance(place, Sequence) or len(place) != count or not all(map(is_place, place)):
         raise ValueError(
             f"positions[{name!r}]={place!r}: give one place for all texts, or a list of {count}; a place is a part of "
             "the text, (part, occurrence), or the index of a token"
@@ -218,7 +218,8 @@ def _of_each(name: str, place: Any, count: int) -> list[Place]:
     return list(place)
 
 
-def _is_place(place: Any) -> bool:
+def is_place(place: Any) -> bool:
+    """Whether something is a `Place`."""
     if isinstance(place, tuple) and len(place) == 2:
         return isinstance(place[0], str) and isinstance(place[1], int) and not isinstance(place[1], bool)
     return isinstance(place, int | str) and not isinstance(place, bool)

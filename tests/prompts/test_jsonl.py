@@ -121,6 +121,8 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(size=2, colour="red"), "line 2: unknown key 'colour': a line may have text, answer"),
         (changed(answer=None), "line 2: answer is null; give a string"),
         (changed(positions=["one"]), r'line 2: positions is \["one"\]; give an object, by name'),
+        (changed(positions={"one": True}), r"line 2: positions\['one'\] is true; give a part of the text"),
+        (changed(positions={"one": ["a"]}), r"""line 2: positions\['one'\] is \["a"\]; give a part of the text"""),
         (changed(group=None), "line 2: group is null; give a string or a number"),
         (changed(group=True), "line 2: group is true; give a string or a number"),
         (changed(text="a\ud83d"), "line 2: .* is half a character"),
