@@ -196,9 +196,15 @@ def _header(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise ImportError("reading a GGUF file needs the package gguf, which is not installed: pip install gguf")
     try:
         _check_counts(path)
-        return gguf_metadata.gguf_header(path)
+        metadata, names = gguf_metadata.gguf_header(path)
     except Exception as error:  # whoever reads a garbled file fails in its own way
         raise _broken(path, error) from error
+    if (parts := metadata.get("split.count", 1)) != 1:
+        raise ValueError(
+            f"{str(path)!r} is one of {parts} parts of a model: merge them into one file (llama-gguf-split --merge "
+            "FIRST WHOLE), or give the model's folder in the Hugging Face format"
+        )
+    return metadata, names
 
 
 def _check_counts(path: Path) -> None:

@@ -190,6 +190,7 @@ def test_what_would_be_left_out_is_refused(models, tmp_path):
     with pytest.raises(ValueError, match=r"lacks 9 tensors, such as 'model\.layers\.2\."):
         load(write_gguf(tmp_path / "d.gguf", llama, **{"llama.block_count": 3}))
     for keys, message in (
+        ({"split.count": 3}, "is one of 3 parts of a model: merge them into one file"),
         ({"llama.rope.scaling.factor": 4.0}, r"scales its rotary frequencies \(by 4\), which would be left out"),
         ({"llama.rope.scale_linear": 2.0}, r"scales its rotary frequencies \(by 2\), which would be left out"),
         ({"llama.attention.head_count_kv": None}, r"does not say how many heads of keys there are"),
