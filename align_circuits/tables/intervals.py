@@ -1,5 +1,6 @@
 """Intervals: over prompts or seeds, the units that are drawn independently."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ TAILS = ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2)
 
 _WINS = float(np.log(1 / TAILS[0]))
 """The logarithm of the gain at which a gambler has shown a mean to lie elsewhere."""
+
+_ORDERS = 8
+"""How many orders of the prompts bets are averaged over."""
 
 
 def weighted_mean(
@@ -145,7 +149,8 @@ def betting_interval(
     A gambler bets on each prompt in turn that its value exceeds m, knowing those before it. Where m is the truth, no
     bet gains on average, so that 2/α times the stake is reached with a chance of α/2 at most: every m at which it is
     lies outside. These are the bets of Waudby-Smith and Ramdas (2023, Theorem 3, for a fixed number of draws, at most
-    .75/m). A prompt's bet counts by its share of the largest weight. The ends depend a little on the order of prompts.
+    .75/m). A prompt's bet counts by its share of the largest weight. Gains are averaged over some fixed orders of the
+    sorted prompts, so that it makes no difference in which they are given.
 
     It is 1.2 to 1.4 times as long as `proportion` (beta(2, 2), 12 to 64 prompts), and so a bound of it.
 
@@ -299,28 +304,52 @@ def _betting_low(
     """The lower end of `betting_interval`, or `floor` where that is higher; at most the mean. NaN where `floor` is."""
     mean, counted = weighted_mean(values, weights), weights > 0
     share = weights / np.maximum(weights.max(1, keepdims=True), 1e-300)  # not 0 / 0 in a row without weight
+    # What counts comes first, by value, so that the order in which prompts were given is gone.
     known = np.where(counted, values, 0)
-    means = (0.5 + (share * known).cumsum(1)) / (1 + share.cumsum(1))
-    spread = (0.25 + (share**2 * (known - means) ** 2).cumsum(1)) / (1 + counted.cumsum(1))
-    # Shifted by one, since a bet must not know its own prompt; 1/4 is the largest variance of values in [0, 1].
-    before = np.concatenate([np.full((len(values), 1), 0.25), spread[:, :-1]], axis=1)
-    stake = np.sqrt(2 * _WINS / (np.maximum(counted.sum(1, keepdims=True), 1) * before)) * share
+    in_order = np.lexsort((share, known, ~counted))
+    known, share, counted = (np.take_along_axis(each, in_order, axis=1) for each in (known, share, counted))
+    # By random keys, so that among the prompts that count the order is the same whatever stands behind them.
+    orders = [np.random.default_rng(seed).random(values.shape[1]).argsort() for seed in range(_ORDERS)]
 
-    def won(rows: Any, m: Float[ndarray, " some"]) -> Bool[ndarray, " some"]:
-        most = 0.75 / np.maximum(m, 1e-300)[:, None] * share[rows]
-        gains = np.minimum(stake[rows], most) * np.where(counted[rows], known[rows] - m[:, None], 0)
-        return np.log1p(gains).cumsum(1).max(1) >= _WINS
+    def bets(rows: Any) -> Iterator[Any]:
+        for order in orders:
+            yield _bets(*(each[rows][:, order] for each in (known, share, counted)))
+
+    def won(bets: Iterable[Any], m: Float[ndarray, " some"]) -> Bool[ndarray, " some"]:
+        return np.logaddexp.reduce([_gain(*of_order, m[:, None]) for of_order in bets]) - np.log(_ORDERS) >= _WINS
 
     rows = np.flatnonzero(floor < mean)  # not where there is none
-    rows = rows[won(rows, floor[rows])]
-    low, high = floor[rows], mean[rows]
+    rows = rows[won(bets(rows), floor[rows])]
+    low, high, placed = floor[rows], mean[rows], [*bets(rows)]
     for _ in range(40):  # bisection, to 2^-40 < 1e-12
         middle = (low + high) / 2
-        excluded = won(rows, middle)
+        excluded = won(placed, middle)
         low, high = np.where(excluded, middle, low), np.where(excluded, high, middle)
     ends = floor.astype(float)
     ends[rows] = low
     return ends
+
+
+def _bets(
+    known: Float[ndarray, "row prompt"], share: Float[ndarray, "row prompt"], counted: Bool[ndarray, "row prompt"]
+) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
+    """The values of prompts in an order, what is bet on each, and the most that may be for a mean of 1."""
+    means = (0.5 + (share * known).cumsum(1)) / (1 + share.cumsum(1))
+    spread = (0.25 + (share**2 * (known - means) ** 2).cumsum(1)) / (1 + counted.cumsum(1))
+    # Shifted by one, since a bet must not know its own prompt; 1/4 is the largest variance of values in [0, 1].
+    before = np.concatenate([np.full((len(known), 1), 0.25), spread[:, :-1]], axis=1)
+    stake = np.sqrt(2 * _WINS / (np.maximum(counted.sum(1, keepdims=True), 1) * before)) * share
+    return known, stake, 0.75 * share
+
+
+def _gain(
+    known: Float[ndarray, "row prompt"],
+    stake: Float[ndarray, "row prompt"],
+    most: Float[ndarray, "row prompt"],
+    m: Float[ndarray, "row 1"],
+) -> Float[ndarray, " row"]:
+    """The logarithm of what bets that values exceed m make of the stake."""
+    return np.log1p(np.minimum(stake, most / np.maximum(m, 1e-300)) * (known - m)).sum(1)
 
 
 def _share_of_variance(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:
