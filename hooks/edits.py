@@ -17,7 +17,7 @@ from align_circuits.checks import checked
 from align_circuits.hooks.compat import architectures, bridges
 from align_circuits.hooks.head_names import HeadLike, describe, head_of, layers_of
 from align_circuits.hooks.hooked_model import HookedModel, token_positions
-from align_circuits.hooks.names import Site, has_heads_first, is_pattern, name_of
+from align_circuits.hooks.names import Site, at_padding, has_heads_first, is_pattern, name_of
 from align_circuits.hooks.probes import Change, Probes, dry_run
 from align_circuits.prompts.prompts import Prompts
 
@@ -589,14 +589,14 @@ class Ablate(_AtSite):
         means = by_name[old.name].to(old.values.device)
         means = means if old.columns is None else means.index_select(1, old.columns)
         group = old.of_tokens(groups_of(old.context.prompts, baseline.by))
-        # Means of groups that the baseline lacks are NaN. At padding, which nothing reads, they become 0.
+        # Means of groups that the baseline lacks are NaN. At padding there is none to take.
         by_token = means[group.clamp(max=len(means) - 1)]
         if (by_token.flatten(2).isnan().any(2) | (group >= len(means)))[old.of_tokens(old.context.prompts.mask)].any():
             group_name = "at a position" if baseline.by == "position" else "of a kind"
             raise ValueError(
                 f"the prompts have tokens {group_name} that the reference prompts lack: give others as baseline"
             )
-        return by_token.nan_to_num(0)
+        return by_token.nan_to_num(at_padding(old.name))
 
 
 @checked

@@ -53,6 +53,11 @@ def is_pattern(name: str) -> bool:
     return name.endswith(("hook_pattern", "hook_attn_scores"))
 
 
+def at_padding(name: str) -> float:
+    """Returns what an edit puts at padding, which nothing reads: 0, or 1 where activations are divided by it."""
+    return float(name.endswith(".hook_scale"))
+
+
 def has_heads_first(name: str) -> bool:
     """Whether the activation at a hook point is `[prompt head pos ...]`, as that of the norms of queries and keys."""
     return re.search(r"\.[qk]_norm\.|_[qk]_normed$", name) is not None

@@ -16,7 +16,7 @@ from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_n
 from align_circuits.hooks.edits import BatchContext, Edit, as_hooked, changes_of, in_order
 from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.hooks.names import INSIDE_SITES, is_pattern, name_of, site_of
+from align_circuits.hooks.names import INSIDE_SITES, at_padding, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
 from align_circuits.hooks.replay import Replay
 from align_circuits.models.parameters import device_of
@@ -146,7 +146,7 @@ def capture(
             kept[name] = torch.zeros(len(prompts), *whole.shape[1:], dtype=whole.dtype)
         real = prompts.mask[rows]
         real = real[:, None, :, None] if of_queries else real.reshape(*real.shape, *[1] * (whole.ndim - 2))
-        kept[name][rows] = whole.where(real, 0)
+        kept[name][rows] = whole.where(real, at_padding(name))
 
     forward(
         model,

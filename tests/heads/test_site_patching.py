@@ -218,3 +218,23 @@ def test_what_is_named_differently_is_refused(models, random_hf_model):
         with pytest.raises(ValueError, match="read the same stream, so there is none between them; take 'resid_pre'"):
             ac.patch_sites(parallel, pair, ["resid_mid"], options=ac.RunOptions(engine))
     assert len(ac.patch_sites(parallel, pair, ["mlp_post"], positions=["END"]).frame) == 2 * 2 * 2
+
+
+@pytest.mark.filterwarnings("ignore:A forward hook edited")  # of TransformerLens
+@pytest.mark.parametrize("how", ["patched", "ablated"])
+def test_scales_of_norms_are_changed_in_prompts_of_unequal_length(random_hf_model, how):
+    """Activations are divided by them at padding too."""
+    model, point = ac.load(random_hf_model("llama")), "blocks.1.ln1.hook_scale"
+    rng = np.random.default_rng(0)
+    clean = [rng.integers(4, 60, length).tolist() for length in (8, 5, 7)]
+    corrupted = [[*rng.integers(4, 60, len(ids) - 1).tolist(), ids[-1]] for ids in clean]  # with the same last target
+
+    def effect(*rows: int) -> Any:
+        of, other = (Prompts.from_tokens([texts[row] for row in rows]) for texts in (clean, corrupted))
+        of, other = (each.select_targets(each.column("query_pos") == each.tokens.shape[1] - 2) for each in (of, other))
+        if how == "patched":
+            return ac.patch_sites(model, ac.Pair(of, other), [point], positions=None).values
+        baseline = ac.ablation_baseline(model, Prompts.from_tokens(clean), hook=point)
+        return ac.evaluate(model, of, metrics="log_prob", edits=[ac.Ablate(hook=point, baseline=baseline)]).values
+
+    np.testing.assert_allclose(effect(0, 1, 2)[:1], np.concatenate([effect(row)[:1] for row in range(3)], 1), atol=1e-5)
