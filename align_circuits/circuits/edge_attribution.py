@@ -92,7 +92,7 @@ def attribute_edges(
     """
     if method not in get_args(EdgeMethod):
         raise ValueError(f"method={method!r}: choose one of {', '.join(map(repr, get_args(EdgeMethod)))}")
-    pair = prepared_pair(model, pair, steps, options, of_edges)
+    pair = prepared_pair(model, pair, method, steps, options, of_edges)
     residual_edges = residual_edges_of(model, pair.base)
     graph, device = residual_edges.graph, device_of(model)
     senders, sites, columns = sent_from(graph), sites_of(graph), columns_of(graph)

@@ -95,7 +95,7 @@ def attribute_heads(
             )
         for layer in layers:
             check_heads_apart(model, layer, site)
-    pair = prepared_pair(model, pair, steps, options, of_gradients)
+    pair = prepared_pair(model, pair, method, steps, options, of_gradients)
     cfg, device = model.cfg, device_of(model)
     points: list[tuple[Site, int]] = [(site, layer) for site in sites for layer in layers]
     names = [*dict.fromkeys(name_of(site, layer) for site, layer in points)]

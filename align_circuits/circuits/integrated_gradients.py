@@ -16,19 +16,33 @@ from align_circuits.run.pairs import CachedPair, Pair
 from align_circuits.run.prompt_checks import check_fits
 from align_circuits.run.target_metrics import STEPS
 
+AT_BASE = ("atp", "atp_star", "eap")
+"""The methods that take gradients in the base run alone; all others are integrated gradients."""
+
 
 def prepared_pair(
-    model: HookedModel, pair: Pair, steps: int, options: RunOptions, bytes_of: Callable[[HookedModel, int, int], float]
+    model: HookedModel,
+    pair: Pair,
+    method: str,
+    steps: int,
+    options: RunOptions,
+    bytes_of: Callable[[HookedModel, int, int], float],
 ) -> Pair:
     """Returns the pair with all that its metric needs; `bytes_of` estimates the memory of a batch.
 
     Raises:
-        ValueError: No steps, a metric without a gradient, or prompts that fit neither the model nor the memory.
+        ValueError: No steps, a metric without a gradient or whose gradient is 0 there, or prompts that fit neither the
+            model nor the memory.
     """
     if steps < 1:
         raise ValueError(f"steps={steps}: integrated gradients take at least 1")
     if pair.metric in STEPS:
         raise ValueError(f"metric={pair.metric!r} has no gradient: choose 'log_prob', 'logit', 'prob' or 'logit_diff'")
+    if pair.metric == "kl" and pair.direction == "noise" and method in AT_BASE:
+        raise ValueError(
+            f"metric='kl' has its minimum in the clean run, where method={method!r} takes its gradient, so that all "
+            "scores would be 0: take integrated gradients, direction='denoise', or another metric"
+        )
     check_fits(model, pair.clean)
     whole = pair.base.mask.shape[1]
 
@@ -48,7 +62,7 @@ def gradient_runs(
     EAP takes one run, the base run. Integrated gradients average over `steps` runs on the way from source to base: with
     the embedding moved, or with one sender's output moved.
     """
-    if method in ("eap", "atp_star"):
+    if method in AT_BASE:
         yield names, {}, 1.0
         return
     moved = [EMBEDDED] if method == "eap_ig_inputs" else names

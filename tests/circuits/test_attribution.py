@@ -11,6 +11,7 @@ import pytest
 import torch
 from effects_by_hand import by_edge
 from frozen import Twin, of_lengths
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.circuits.edge_attribution import attribute_edges
@@ -398,3 +399,21 @@ def test_refusals(model, pair, noise, random_hf_model):
             attribute_heads(model, ac.Pair(**pair, metric=metric, kind="all" if metric == "accuracy" else "first"))
     with pytest.raises(ValueError, match=r"hook_pattern does not fire under it; leave the engine at 'auto'"):
         attribute_heads(model, noise, sites=["q"], method="atp_star", options=ac.RunOptions(engine="fast"))
+
+
+def test_a_divergence_has_no_slope_where_it_is_least(model, pair):
+    """In the clean run the divergence from the clean prediction is 0, and gradients there are rounding."""
+    noise, back = (ac.Pair(**pair, metric="kl", direction=direction) for direction in ("noise", "denoise"))
+    for method in ("atp", "atp_star"):
+        refused(
+            f"metric='kl' has its minimum in the clean run, where method='{method}'",
+            attribute_heads,
+            model,
+            noise,
+            method=method,
+        )
+        assert by_head(attribute_heads(model, back, method=method))
+    for method in ("eap", "atp_star"):
+        refused("direction='denoise', or another metric", attribute_edges, model, noise, method=method)
+    path = by_head(attribute_heads(model, noise, method="ig_inputs"))
+    assert max(map(abs, path.values())) > 1e-4, "on the way to the corrupted prompts it has"
