@@ -1,5 +1,6 @@
 """The second stage of `localize`: effects of single heads, interchange, and accuracy with sets of heads ablated."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -29,6 +30,17 @@ from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import CHOICE_ACCURACY, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
+
+_ROWS = re.compile(rf"nothing|head|named|rest|(rest of )?({'|'.join(CONTROL_ROWS.values())})|random \d+|.*, redundant")
+"""How tables of sets of heads name their own rows, among which a role's has the name of the role."""
+
+
+def check_names(roles: Sequence[str]) -> None:
+    """Raises a ValueError for a role whose row would pass for another."""
+    if taken := [role for role in roles if _ROWS.fullmatch(role)]:
+        raise ValueError(
+            f"a role called {taken[0]!r}: the results have rows of that name for other heads; give the relation another"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,15 @@ from align_circuits.heads.candidates import (
     limits,
     mattering,
 )
-from align_circuits.heads.evidence import Evidence, Example, HeadSets, evidence_table, judged, smallest_sets
+from align_circuits.heads.evidence import (
+    Evidence,
+    Example,
+    HeadSets,
+    check_names,
+    evidence_table,
+    judged,
+    smallest_sets,
+)
 from align_circuits.heads.heads_without_role import effects_of_others, unnamed_heads
 from align_circuits.heads.interchange_interventions import answers_differ, interchange_accuracy
 from align_circuits.heads.localization import Localization, TaskFacts
@@ -124,9 +132,9 @@ def localize(
 
     Raises:
         TypeError: Neither prompts nor a task, or `corrupted` or `roles` beside a task.
-        ValueError: Fewer than 8 prompts, prompts without any of the roles, related prompts that cannot be halved,
-            targets at different positions, a negative number of controls, or a model without the tokenizer that the
-            task needs.
+        ValueError: Fewer than 8 prompts, prompts without any of the roles, a role with the name of a row of the results
+            (such as `"random"` or `"named"`), related prompts that cannot be halved, targets at different positions, a
+            negative number of controls, or a model without the tokenizer that the task needs.
     """
     task = as_task(task, corrupted, roles)
     if n is None:
@@ -148,6 +156,7 @@ def localize(
                 f"no role to name heads for: the prompts have no row of {', '.join(task.roles)}; add a relation of "
                 "that name to them, prompts.with_relations(name=Relation...)"
             )
+        check_names(roles)
         metrics = [*roles, *(f"{role}_attention" for role in roles)]
         pair = Pair(*task.pairs(tested, seed))
         _check_memory(model, n, pair, options)

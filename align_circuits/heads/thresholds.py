@@ -1,5 +1,6 @@
 """What a head, and a set of heads, must reach."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,15 @@ class Thresholds:
     """The share of the accuracy that must be kept at least when all other heads are ablated, for a set to suffice."""
     alpha: float = 0.05
     """The highest p-value of a set beside random heads of the same layers, and beside heads of similar scores."""
+
+    def __post_init__(self):
+        for name in ("score", "attention", "share", "fdr", "min_drop", "min_retained", "alpha"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}={value}: give a share from 0 to 1")
+        for name in ("above_chance", "effect"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)}: give a finite number")
 
     def attends(self, score: Any, attention: Any, best: Any, chance: float = 0.0) -> Any:
         """Returns whether heads attend as a role requires, for numbers or arrays of them.

@@ -98,7 +98,10 @@ def test_what_would_allow_smaller_p_values_depends_on_what_is_redrawn():
 
 def test_what_cannot_be_localized(random_hf_model, char_tokenizer):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-    prompts = ac.Prompts.from_texts(["abab"] * 12, char_tokenizer, groups=range(12))
+    prompts, other = (
+        ac.Prompts.from_texts([f"{letter}b{letter}{last}" for letter in "acdefghijklm"], char_tokenizer)
+        for last in "bn"
+    )
     for source in ("text", ["a", "list"], torch.zeros(2, 3)):
         raised(TypeError, r"task is .*, not Task or Prompts; give a task such as", ac.localize, model, source)  # pyright: ignore[reportArgumentType]
     for arguments, message in [
@@ -106,12 +109,13 @@ def test_what_cannot_be_localized(random_hf_model, char_tokenizer):
         ({"n": 13}, "n=13: there are 12 prompts"),
         ({"roles": ["lookup"]}, "no relation 'lookup' in these prompts"),
         ({"corrupted": prompts[:3]}, "3 corrupted prompts for 12"),
-        (
-            {"corrupted": ac.Prompts.from_texts(["abac"] * 12, char_tokenizer, groups=range(12))},
-            "have different targets",
-        ),
+        ({"corrupted": other}, "have different targets"),
     ]:
         refused(message, ac.localize, model, prompts, **arguments)
+    relation = TASK.sample(12, char_tokenizer).relations["lookup"]
+    for name in ("random", "nothing", "rest of matched", "random 3", "named"):
+        taken = replace(TASK.sample(12, char_tokenizer), relations={name: replace(relation, name=name)})
+        refused(f"a role called '{name}': the results have rows", ac.localize, model, taken, roles=[name])
     with pytest.raises(ValueError, match="no cut leaves all groups whole"):
         ac.localize(model, replace(prompts, group=torch.zeros(12, dtype=torch.long)))
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from refusals import refused
 from scipy.special import stdtr
 
 import align_circuits as ac
@@ -184,3 +185,8 @@ def test_a_verdict_by_hand():
     assert not few.holds and "(these are too few for p to reach 0.25)." in few.sentence
     assert few.too_few and not verdict("necessary", 0.3, 0.6, 0.7, 0.8).too_few
     assert "too few" not in verdict("necessary", 0.3, 0.2, 0.7).sentence
+
+
+@pytest.mark.parametrize("wrong", [{"fdr": 5}, {"alpha": -0.1}, {"share": 1.5}, {"effect": float("nan")}])
+def test_thresholds_are_shares(wrong):
+    refused("give a (share from 0 to 1|finite number)", Thresholds, **wrong)
