@@ -37,6 +37,7 @@ from align_circuits.prompts.texts import (
     joined,
     text_of_token,
     tokenize,
+    warn_of_equal,
     warn_of_far_pairs,
 )
 from align_circuits.prompts.token_html import Mark, draw_tokens
@@ -590,7 +591,8 @@ class Prompts:
                 occurrence)` counted from 0 where it occurs several times, or the index of a token, where 0 is the BOS
                 token if there is one. `"END"` is the last token of the text if there are answers.
             groups: Which prompts are related, in any values; `localize` keeps related prompts in one half, and
-                intervals are over groups. By default equal texts are one group, and a warning says so.
+                intervals are over groups. By default equal texts are one group, and a warning says so, as it does
+                where equal texts are given several.
 
         Raises:
             TypeError: Texts that are no list of strings, or no tokenizer.
@@ -611,7 +613,8 @@ class Prompts:
     def _of_texts(
         cls, tokenized: Sequence[TokenizedText], tokenizer: Any, groups: Sequence[Hashable] | None, names: Sequence[str]
     ) -> "Prompts":
-        groups = groups_of_equal([text.ids[: text.n_text] for text in tokenized], names) if groups is None else groups
+        read = [text.ids[: text.n_text] for text in tokenized]
+        groups = groups_of_equal(read, names) if groups is None else groups
         prompts = cls.from_tokens([text.ids for text in tokenized], tokenizer=tokenizer)
         start = prompts.mask.int().argmax(1)  # prompts are padded on the left
         first = torch.arange(prompts.tokens.shape[1]) - start[:, None]
@@ -637,6 +640,8 @@ class Prompts:
             raise ValueError(f"groups: {len(groups)} for {len(prompts)} texts; give a list with one for each")
         if groups is not None and pd.isna(pd.Series(list(groups))).any():
             raise ValueError("groups: a text has none (None or NaN); give one for each, a name of its own if unrelated")
+        if groups is not None:
+            warn_of_equal(read, groups, names)
         named = {name: start + torch.tensor([text.places[name] for text in tokenized]) for name in tokenized[0].places}
         # Objects keep 1 and "1" apart, and integers that are one number as floats.
         group = None if groups is None else torch.from_numpy(pd.factorize(pd.Series(list(groups), dtype=object))[0])

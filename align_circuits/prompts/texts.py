@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from operator import ne
@@ -51,6 +51,18 @@ def groups_of_equal(texts: Sequence[Sequence[int]], names: Sequence[str]) -> lis
     repeat = f"{first} repeats an earlier text" if again == 1 else f"{again} texts repeat earlier ones, first {first}"
     warnings.warn(f"{repeat}; equal texts count as one group, since they are no independent evidence", stacklevel=3)
     return groups.tolist()
+
+
+def warn_of_equal(texts: Sequence[Sequence[int]], groups: Sequence[Hashable], names: Sequence[str]) -> None:
+    """Warns of texts of equal tokens that were given several groups."""
+    apart = pd.DataFrame({"text": [*map(tuple, texts)], "group": pd.factorize(pd.Series([*groups], dtype=object))[0]})
+    again = apart["text"].duplicated() & ~apart.duplicated()
+    if again.any():
+        warnings.warn(
+            f"{names[int(again.to_numpy().argmax())]} repeats an earlier text in another group, as if it were "
+            "independent evidence: give equal texts one group",
+            stacklevel=4,
+        )
 
 
 def tokenize(
