@@ -287,6 +287,14 @@ def test_on_a_phone_figures_are_seen_whole_with_their_panels_below_each_other(
     assert columns > 1 or scores[3] == sorted(set(scores[3]))
 
 
+def test_headings_that_differ_in_signs_alone_have_figures_of_their_own(written):
+    keys = {"layer": [0, 1], "head": 0, "metric": "prob", "value": 0.5, "low": 0.2, "high": 0.9, "n": 8}
+    figure = ac.plots.top_heads(Table(pd.DataFrame(keys), MADE))
+    sections = [(f"At S1{sign}1", "", figure) for sign in "+-"]
+    page = written(*sections).read_text(encoding="utf-8")
+    assert len({*re.findall('id="figure-([^"]+)"', page)}) == len({*re.findall('<h2 id="([^"]+)"', page)}) == 2
+
+
 def test_a_table_says_once_what_is_the_same_in_all_rows(written):
     frame = pd.DataFrame(
         {"level": "head", "head": [0, 1], "site": "<z>", "value": 0.5, "low": 0.5, "high": 0.5, "n": 4}

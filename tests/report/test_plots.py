@@ -229,6 +229,18 @@ def test_top_heads_of_effects_are_those_that_matter_most(effects):
     assert (dots.y[-1], dots.x[-1]) == ("L1H0", -3)
     assert plots.top_heads(ablated, ["log_prob"]).layout.xaxis.range is None
     assert plots.top_heads(first.where(layer=0), ["log_prob"]).layout.xaxis.range is None
+    keys = {
+        "layer": [0, 1],
+        "head": 0,
+        "metric": "prob",
+        "value": [0.25, 0.18],
+        "low": [-0.5, 0.1],
+        "high": 0.9,
+        "n": 8,
+    }
+    unsure = Table(pd.DataFrame(keys), Provenance("patch_heads"))
+    assert plots.top_heads(unsure).layout.xaxis.range is None, "the whole interval is seen"
+    assert plots.top_heads(unsure.where(layer=1)).layout.xaxis.range is not None
     model, task = ac.planted_circuit(ac.Seq2SeqTask(x_len=3, n_examples=2)), ac.Seq2SeqTask(x_len=3, n_examples=2)
     patched = ac.patch_heads(model, ac.Pair(*task.pairs(task.sample(4, model.tokenizer)), metric="prob"))
     best = patched.top("prob", 1, by="absolute")
@@ -404,6 +416,10 @@ def test_edge_maps_show_each_pair_at_its_place():
     assert figure.layout.coloraxis.cmin == -2
     with pytest.raises(ValueError, match="several rows for a sender and a receiver"):
         plots.edge_map(Table(pd.concat([table.frame, table.frame]), table.provenance))
+    for metric, unit in (("log_prob", "nats"), ("logit", "logits"), ("accuracy", "change")):
+        drawn = plots.edge_map(Table(table.frame.assign(metric=metric), MADE))
+        assert drawn.layout.coloraxis.colorbar.title.text == unit
+    refused("no edge with a number to draw", plots.edge_map, Table(table.frame.assign(value=np.nan), MADE))
 
 
 def test_faithfulness_curves_place_sets_of_heads():
@@ -412,6 +428,9 @@ def test_faithfulness_curves_place_sets_of_heads():
     line, points = plots.faithfulness({"eap": Table(frame, MADE)}).data
     assert (list(line.x), list(line.y)) == ([0.1, 1.0], [0.5, 1.0]), "none of the edges has no place on a log axis"
     assert (list(points.x), list(points.text)) == ([0.2], ["localize"])
+    other = frame.assign(fraction=[0.0, 0.1, 1.0, 0.3])
+    *_, points = plots.faithfulness({"a": Table(frame, MADE), "b": Table(frame, MADE), "c": Table(other, MADE)}).data
+    assert (list(points.x), list(points.text)) == ([0.2, 0.3], ["localize (a)", "localize (c)"]), "sets of one name"
 
 
 def test_grids_of_the_same_rows_name_them_once_and_space_them_evenly():

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from align_circuits.checks import checked
 from align_circuits.report.plots.colours import GREY, RING
 from align_circuits.report.plots.figure_parts import (
+    UNITS,
     cells,
     coloured,
     interval_grids,
@@ -18,23 +19,25 @@ from align_circuits.report.plots.figure_parts import (
     points,
     styled,
 )
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import Table, joined_in
 
 
 @checked
-def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
+def edge_map(table: Table, title: str = "", unit: str | None = None) -> go.Figure:
     """Returns a table of edges or paths as a map, senders across and receivers from bottom to top.
 
     Args:
         table: With key columns sender and receiver, one row for each pair: `patch_edges`, `patch_paths` or
             `attribute_edges`. Missing pairs stay blank.
         title: Above the map.
-        unit: The unit of the numbers.
+        unit: The unit of the numbers; by default that of the table's metric.
 
     Raises:
-        ValueError: A pair has more than one row.
+        ValueError: No row with a number, or several rows for a pair.
     """
     frame = table.frame
+    if frame["value"].isna().all():
+        raise ValueError("no edge with a number to draw: give a table that has one")
     if frame.duplicated(["sender", "receiver"]).any():
         raise ValueError("several rows for a sender and a receiver: choose one metric with .where(...) first")
     senders, receivers = (list(dict.fromkeys(frame[key])) for key in ("sender", "receiver"))
@@ -43,6 +46,10 @@ def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
     figure = go.Figure(cells(z, plain_list(senders), plain_list(receivers), "%{x} to %{y}: %{z:.3f}"))
     figure.update_xaxes(title="sender", type="category", showgrid=False)
     figure.update_yaxes(title="receiver", type="category", showgrid=False)
+    if unit is None:
+        normalized = any(each.settings.get("normalized") for each in joined_in(table))
+        metric = str(frame["metric"].iloc[0]) if "metric" in frame else ""
+        unit = "share" if normalized else UNITS.get(metric, "change")
     coloured(figure, unit, bound, signed=True)
     return styled(figure, title, height=140 + 18 * min(len(receivers), 40))
 
@@ -62,10 +69,13 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
         rows = frame[(frame["circuit"] == "edges") & (frame["fraction"] > 0)]
         style = marker(index, 8)
         figure.add_trace(points(rows, x=rows["fraction"], mode="lines+markers", name=plain(name), marker=style))
-    sets = pd.concat([table.where(metric="faithfulness").frame for table in tables.values()])
-    # A set of heads is the same circuit in every table, however its edges were scored.
-    sets = sets.loc[sets["circuit"] != "edges"].drop_duplicates("circuit")
+    measured = [table.where(metric="faithfulness").frame.assign(table=name) for name, table in tables.items()]
+    sets = pd.concat(measured)
+    # A set of heads of one model is the same circuit in every table, however its edges were scored.
+    sets = sets.loc[sets["circuit"] != "edges"].drop_duplicates(["circuit", "fraction", "value"])
     if len(sets):
+        again = sets["circuit"].duplicated(keep=False)
+        sets["circuit"] = sets["circuit"].where(~again, sets["circuit"] + " (" + sets["table"] + ")")
         named = points(
             sets,
             x=sets["fraction"],

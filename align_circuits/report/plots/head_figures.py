@@ -148,8 +148,10 @@ def top_heads(
         f"{CAPTIONS.get(metric, metric)} ({UNITS[metric]})" if metric in UNITS else metric for metric in metrics
     ]
     figure, panels = panel_grid(captions, 0.28, horizontal_spacing=0.09)
+    shown: list[Any] = []
     for index, (metric, panel) in enumerate(zip(metrics, panels, strict=True)):
         top = table.top(metric, n, by=by)
+        shown.append(top.frame)
         # Turned round: plotly draws the first category at the bottom.
         best, names = top.frame[::-1], _names(top.frame)
         if normalized:
@@ -166,8 +168,8 @@ def top_heads(
             hovertemplate="%{y}: %{x:.3f}<extra></extra>",
         )
         figure.add_trace(dots, **panel)
-    drawn: Any = figure.data
-    values = np.concatenate([np.asarray(trace.x, dtype=float) for trace in drawn])
+    values = np.concatenate([frame[["value", "low", "high"]].to_numpy(float).ravel() for frame in shown])
+    values = values[~np.isnan(values)]
     if ((values >= 0) & (values <= 1)).all() and not UNITS.keys() & {*metrics}:  # nats have a scale of their own
         figure.update_xaxes(range=SHARES, dtick=0.25)
     else:
