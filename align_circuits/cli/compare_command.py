@@ -15,7 +15,7 @@ from align_circuits.report import plots
 from align_circuits.report.page import Section
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.ranking import End, best_end
-from align_circuits.tables.tables import VALUES, Table, in_common
+from align_circuits.tables.tables import VALUES, Table, in_common, joined_in
 
 SHOWN = 10
 """The rows that are printed; the report has more and the table all."""
@@ -238,7 +238,7 @@ def _best_end_of(run: Table, metric: str) -> End:
     """Which end of a metric matters most in a run."""
     of_metric = run.frame.loc[run.frame["metric"] == metric]
     direction = {"direction": of_metric["direction"].iloc[0]} if "direction" in run.keys else {}
-    return best_end(run.provenance.verb, run.provenance.settings, {"metric": metric, **direction})
+    return best_end(joined_in(run), {"metric": metric, **direction})
 
 
 def _in_one_alone(table: Table, first: Table, second: Table) -> Iterator[str]:

@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import file_digest, sha256
 from io import StringIO
 from itertools import product
@@ -64,7 +64,8 @@ class Each(Verb):
         frames = [table.frame.assign(**_keys(run)) for table, run in zip(tables, runs, strict=True)]
         rows = pd.concat(frames, ignore_index=True)
         keys = [*_keys(runs[0]), *(column for column in tables[0].frame if column not in VALUES)]
-        provenance = Provenance("each", self.settings, model={}, data={})
+        made = {"tables": [asdict(table.provenance) for table in tables]}
+        provenance = Provenance("each", self.settings, model={}, data=made)
         table = Table(rows.loc[:, [*keys, *(column for column in rows if column not in keys)]], provenance)
         sections: list[Section] = [("Runs", "Each has a report of its own.", _links(runs, results))]
         if len(self.seeds) > 1:

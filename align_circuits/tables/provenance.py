@@ -8,8 +8,13 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import pandas as pd
+
 TEXTS = "texts"
 """The entry of a saved provenance with the key columns that hold texts which look like numbers or like nothing."""
+
+EMPTY = "empty texts"
+"""The entry with those in which an empty cell is an empty text; in others it is missing."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,20 @@ class Provenance:
     """What ran: `"replay"`, `"fast"` or `"reference"`."""
     versions: Mapping[str, str] = field(default_factory=lambda: dict(_versions()))
 
+    def joined(self, frame: pd.DataFrame) -> "list[Provenance]":
+        """Returns where the tables came from that `Table.concat` or the command `each` made one of; else this alone.
+
+        Args:
+            frame: The rows, of which some may have been left out since: so are tables that were joined by name.
+        """
+        records, settings = self.data.get("tables", []) if self.verb == "each" else [], self.settings
+        if self.verb == "concat":
+            records, key = settings["tables"], settings["key"]
+            there = {*frame[key]} if key in frame else set()
+            left = [record for name, record in zip(settings["names"], records, strict=bool(there)) if name in there]
+            records = left or records
+        return [part for record in records for part in Provenance(**record).joined(frame)] or [self]
+
     def to_json(self) -> str:
         """Returns the provenance as indented JSON."""
         return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
@@ -41,8 +60,9 @@ class Provenance:
         """
         try:
             given = json.loads(text)
-            # It tells how to read the file beside it, and is no field.
-            given.pop(TEXTS, None)
+            # They tell how to read the file beside it, and are no fields.
+            for name in (TEXTS, EMPTY):
+                given.pop(name, None)
             for name, value in given.items():
                 if not isinstance(value, str if name in ("verb", "engine") else dict):
                     raise TypeError(f"{name} is {value!r}")

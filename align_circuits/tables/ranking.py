@@ -1,7 +1,11 @@
 """Which end of a metric matters most: the order of `Table.top`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+import pandas as pd
+
+from align_circuits.tables.provenance import Provenance
 
 End = Literal["highest", "lowest"]
 """The end of a metric where what matters most lies."""
@@ -16,7 +20,7 @@ LOSSES = ("ablate_heads", "ablate", "minimality")
 """Verbs, also of the command line, that take something away: what is needed most changes the metric most below zero."""
 
 
-def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) -> End:
+def best_end(made: Sequence[Provenance], keys: Mapping[str, Any]) -> End:
     """Returns where the rows of a table that matter most lie.
 
     | rows | what matters most lies |
@@ -28,34 +32,37 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
     | the same, measured as `"kl"` from the intact prediction | highest: worst damage |
     | `"kl"` of direction `"denoise"` | lowest: most of the clean prediction is back |
     | normalised effects, `"kl"` too | as the other metrics |
-    | attribution without a sign (`grad_drop`), in both directions | highest |
+    | attribution without a sign (`grad_drop`) and `"interchange"`, in both directions | highest |
     | effects of direction `"denoise"`, scores, direct logits, all else | highest |
 
     A difference of tables is ranked as the left one is: by default a change for the better comes first where more is
     better, and the damage that grew most where less is worse.
 
     Args:
-        verb: What made the table (`Provenance.verb`).
-        settings: Its settings.
+        made: What made the table, or each of those that it joins (`Provenance.joined`).
         keys: The keys that all rows have in common, such as the metric and the direction.
 
     Raises:
         ValueError: A table of several verbs (`Table.concat`) that are ranked in opposite ways.
     """
+    ends = {_best_end(each, keys) for each in made}
+    if len(ends) > 1:
+        raise ValueError(
+            "tables in which opposite ends matter most: select one of them with .where(...), or give by='highest', "
+            "'lowest' or 'absolute'"
+        )
+    return ends.pop()
+
+
+def _best_end(made: Provenance, keys: Mapping[str, Any]) -> End:
+    verb, settings = made.verb, made.settings
     if verb == "difference":
-        return best_end(settings["left"]["verb"], settings["left"]["settings"], keys)
-    if verb == "concat":
-        ends: set[End] = {best_end(joined["verb"], joined["settings"], keys) for joined in settings["tables"]}
-        if len(ends) > 1:
-            raise ValueError(
-                "tables in which opposite ends matter most: select one of them with .where(...), or give by='highest', "
-                "'lowest' or 'absolute'"
-            )
-        return ends.pop()
+        return best_end(Provenance(**settings["left"]).joined(pd.DataFrame()), keys)
     metric, direction = keys.get("metric"), keys.get("direction", settings.get("direction"))
     if metric in P_VALUES or (verb == "emergence" and keys.get("measure") == "step"):
         return "lowest"
-    if settings.get("grad_drop"):
+    # What a head carries is a level, whichever run it is carried into.
+    if settings.get("grad_drop") or (metric == "interchange" and not settings.get("normalized")):
         return "highest"
     takes_away = verb in LOSSES or direction == "noise"
     # Normalised, the clean prediction is 1, as of all metrics.

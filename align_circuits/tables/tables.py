@@ -23,7 +23,7 @@ from align_circuits.jobs.folders import finish_moves, replacing_in
 from align_circuits.prompts.prompts import SAME_INPUTS
 from align_circuits.tables import baselines, calls
 from align_circuits.tables import intervals as stats
-from align_circuits.tables.provenance import TEXTS, Provenance
+from align_circuits.tables.provenance import EMPTY, TEXTS, Provenance
 from align_circuits.tables.ranking import best_end
 
 VALUES = ("value", "low", "high", "n")
@@ -85,6 +85,9 @@ class Table:
             raise ValueError(f"a table needs the columns {', '.join(VALUES)}; {', '.join(missing)} is missing")
         if self.values is not None and len(self.values) != len(self.frame):
             raise ValueError(f"{len(self.values)} rows of per-prompt values for a frame of {len(self.frame)}: cut both")
+        values, weights = (None if each is None else each.shape for each in (self.values, self.weights))
+        if values != weights:
+            raise ValueError(f"values of shape {values} and weights of shape {weights}: give both, in one shape")
         object.__setattr__(self, "frame", _with_integer_keys(self.frame))
 
     @classmethod
@@ -353,7 +356,7 @@ class Table:
         if by is None:
             columns: dict[str, Any] = {key: table.frame[key] for key in table.keys}
             common = {key: column.iloc[0] for key, column in columns.items() if column.nunique(dropna=False) == 1}
-            by = best_end(self.provenance.verb, self.provenance.settings, common)
+            by = best_end(joined_in(self), common)
         order = {"highest": -value, "lowest": value, "absolute": -np.abs(value)}[by]
         # NaN sorts last; stable, so that ties keep the order of the table on every machine.
         best = np.argsort(order, kind="stable")[: min(n, int((~np.isnan(value)).sum()))]
@@ -623,8 +626,12 @@ class Table:
                 interval. They take up to 16 bytes for each row and prompt.
 
         Raises:
-            ValueError: The folder cannot be written.
+            ValueError: The folder cannot be written, or a key is an empty text in some rows and missing in others:
+                a file does not tell these apart.
         """
+        for key in self.keys:
+            if self.frame[key].isna().any() and (self.frame[key] == "").any():
+                raise ValueError(f"{key} is an empty text in some rows and missing in others: give these texts a name")
         going = (*FILES, PER_PROMPT, BASELINES, calls.FOLDER)
         with replacing_in(folder, going=going) as new:  # of an earlier save: one table to a folder
             name, compression = (FILES[1], "xz") if compress else (FILES[0], None)
@@ -639,6 +646,8 @@ class Table:
             record = json.loads(self.provenance.to_json())
             if texts := _texts_like_numbers(self.frame):
                 record[TEXTS] = texts
+            if empty := [name for name in texts if (self.frame[name] == "").any()]:
+                record[EMPTY] = empty
             (new / "provenance.json").write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             if self.baselines is not None:
                 self.baselines.save(new / BASELINES, compress=compress, per_prompt=per_prompt)
@@ -668,12 +677,15 @@ class Table:
         except ValueError as error:
             raise ValueError(f"{str(folder / 'provenance.json')!r}: {error}") from error
         try:
-            texts: list[str] = json.loads(text).get(TEXTS, [])
+            texts, empty = (json.loads(text).get(name, []) for name in (TEXTS, EMPTY))
             frame = pd.read_csv(path)
             if texts:
                 # Among texts, "None" and "NA" are names.
-                as_texts = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=[""])
+                missing = {name: [] if name in empty else [""] for name in texts}
+                as_texts = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=missing)
                 frame = frame.assign(**{name: as_texts[name].astype(object) for name in texts})
+            if pd.api.types.is_string_dtype(frame["value"]):  # some are True or False
+                frame["value"] = pd.to_numeric(frame["value"].replace({"True": 1, "False": 0}))
             table = cls(frame, provenance)
             # Only to find out here, where the error can name the file, whether they are numbers.
             table.frame[list(VALUES)].astype(float)
@@ -808,14 +820,7 @@ def _are_levels(table: Table) -> bool:
 
 def joined_in(table: Table) -> list[Provenance]:
     """Returns where the tables came from that `concat` made one of; of another table where it came from."""
-    found, left = list[Provenance](), [table.provenance]
-    while left:
-        each = left.pop()
-        if each.verb == "concat":
-            left += [Provenance(**record) for record in each.settings["tables"]]
-        else:
-            found.append(each)
-    return found
+    return table.provenance.joined(table.frame)
 
 
 def _some(values: set[Any]) -> str:

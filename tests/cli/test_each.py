@@ -150,3 +150,10 @@ def test_a_wrong_option_of_the_verb_ends_before_anything_runs(capsys):
         main(["each", "--seeds", "0", "1", "--out", "run", "--", "score", "--n-exampels", "3"])
     assert "n-exampels" in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+def test_what_matters_most_is_that_of_the_verb():
+    assert main(["each", "--seeds", "0", "1", "--out", "runs", "--", "ablate", *SMALL]) == 0
+    for folder in ("runs/over_seeds", "runs/seed-0"):
+        table = Table.load(folder)
+        assert table.top("log_prob", 3).frame.equals(table.top("log_prob", 3, by="lowest").frame)

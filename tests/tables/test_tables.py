@@ -146,6 +146,9 @@ def effects(verb: str, level: str = "head", **keys: Any) -> Table:
         ("patch_heads", {"direction": "noise"}, -3),
         ("patch_heads", {"direction": "noise", "metric": "kl"}, 2),
         ("attribute_heads", {"direction": "noise"}, -3),
+        ("interchange", {"direction": "denoise", "metric": "interchange"}, 2),
+        ("interchange", {"direction": "noise", "metric": "interchange"}, 2),
+        ("interchange", {"direction": "noise", "metric": "corrupted_correct"}, -3),
         ("localize", {"metric": "q"}, -3),
         ("localize", {"metric": "ablation"}, 2),
         ("steer", {"metric": "rank"}, -3),
@@ -213,6 +216,9 @@ def test_top_refuses_what_has_no_order():
     both = Table.concat([effects("ablate_heads"), effects("patch_heads", "layer", direction="denoise")])
     refused("opposite ends matter most: select one", both.top, "log_prob")
     assert both.top("log_prob", 1, by="lowest").frame["value"].item() == -3
+    parts = {"taken": effects("ablate_heads"), "brought": effects("patch_heads", direction="denoise")}
+    joined = Table.concat({"a": Table.concat(parts, key="effect")}, key="model")
+    assert [joined.where(effect=name).top(n=1).frame["value"].item() for name in parts] == [-3, 2]
 
 
 def test_grid():
@@ -724,3 +730,21 @@ def test_intervals_of_metrics_end_where_these_do():
     free, limited = ends(), ends(levels=True)
     assert free[0, 1] > 0 > free[1, 0]
     np.testing.assert_array_equal(limited, [[free[0, 0], 0], [0, free[1, 1]], free[2]])
+
+
+def test_a_text_without_letters_and_truth_values_beside_numbers_are_read_as_they_were(tmp_path):
+    frame = pd.DataFrame(
+        {"variant": ["", "b", "1"], "value": [True, 0.25, False], "low": np.nan, "high": np.nan, "n": 1}
+    )
+    Table(frame, Provenance("each")).save(tmp_path / "table")
+    again = Table.load(tmp_path / "table")
+    assert again.frame["variant"].tolist() == ["", "b", "1"] and again.frame["value"].tolist() == [1, 0.25, 0]
+    assert again.where(variant="").frame["value"].item() == 1
+    both = Table(frame.assign(variant=["", None, "b"], value=0.0), Provenance("each"))
+    refused("variant is an empty text in some rows and missing in others", both.save, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_per_prompt_values_come_with_their_weights():
+    made = table()
+    refused("and weights of shape None: give both, in one shape", Table, made.frame, made.provenance, made.values)
