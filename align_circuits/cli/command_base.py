@@ -332,7 +332,12 @@ class PromptVerb(Verb):
                 number += f", in {len({*related})} groups"
         task = {} if self.own_task is None else {"task": self.own_task}
         doubts = {"warning": " ".join(f"{doubt}." for doubt in self.doubts)} if self.doubts else {}
-        return {**task, "prompts": number, **doubts, "command": command_line(self.verb, self, type(self)())}
+        return {**task, "prompts": number, **doubts, "command": command_line(self.verb, self, self.default)}
+
+    @property
+    def default(self) -> "PromptVerb":
+        """The verb as a command without options gives it; what differs stands in the report's command."""
+        return type(self)()
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":

@@ -54,6 +54,14 @@ class Tune(PromptVerb):
         default = Tune(preset=preset, config=TuneConfig.preset(preset, method=self.config.method))
         return tyro.cli(Tune, args=arguments, default=default, prog="align-circuits tune")
 
+    @property
+    def default(self) -> "Tune":
+        """The verb with the settings that the preset gives to a command, which names the preset and the method."""
+        if self.preset is None:
+            return Tune()
+        config = TuneConfig.preset(self.preset, method=self.config.method)
+        return Tune(config=replace(config, method=TuneConfig().method))
+
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         naming = self.heads and self.config.method == "ica"
@@ -66,7 +74,7 @@ class Tune(PromptVerb):
             raise ValueError(f"n={self.count}: give at least 8 prompts to choose heads and to test them, or --no-heads")
         model, prompts, _ = self.prepare()
         preset = f" of preset {self.preset}, but for what was given" if self.preset else ""
-        print(f"settings{preset}: {described(self.config)}", flush=True)
+        print(f"settings{preset}: {described(self.config, self.preset)}", flush=True)
         if self.config.method == "standard":
             if self.own_task is not None:
                 raise ValueError("--method standard is for the translation task: leave it out, or --task")

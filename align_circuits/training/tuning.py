@@ -425,13 +425,14 @@ def preset_for(parameters: int) -> Literal["small", "paper"]:
     return "small" if parameters < SMALL else "paper"
 
 
-def described(config: TuneConfig) -> str:
-    """Returns the settings that are not the paper's, in words."""
+def described(config: TuneConfig, preset: str | None = None) -> str:
+    """Returns the settings that are not the paper's, or not those of a preset, in words."""
     settings, paper = asdict(config), asdict(TuneConfig(method=config.method))
+    usual = asdict(TuneConfig.preset(preset or "paper", method=config.method))
     changed = [
         f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
         for name, value in settings.items()
-        if value != paper[name] and name != "method"
+        if name != "method" and (value != paper[name] or value != usual[name])
     ]
     return ", ".join(changed) or "as in the paper"
 

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shlex
 import sys
 from dataclasses import fields, replace
 from math import comb
@@ -348,6 +349,10 @@ def test_a_small_model_is_tuned_by_settings_made_for_small_ones_where_none_is_gi
     printed = capsys.readouterr()
     assert "far enough" in printed.err
     assert f"settings of preset {'paper' if 'paper' in options else 'small'}" in printed.out
+    if "--steps" in options:
+        assert f"steps {expected.steps}" in printed.out, "also where the paper has as many"
+    words = shlex.split(parse_verb("tune", *options).facts["command"])[1:]
+    assert parse_verb(*words).config == expected, "the command in the report repeats the run"
 
 
 def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, capsys, monkeypatch):
