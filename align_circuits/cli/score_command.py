@@ -43,9 +43,9 @@ class Score(PromptVerb):
         known = table.frame[table.frame["value"].notna()]
         of_file = [name for name in prompts.relations if name not in METRICS]  # of a file: what the reader asks about
         metrics = [metric for metric in self.metrics or (*of_file, *METRICS) if metric in set(known["metric"])]
-        ranked = {metric: _ranked(table, metric) for metric in metrics}
-        best = {metric: rows[rows["value"] >= LEAST_SHOWN].head(3) for metric, rows in ranked.items()}
-        some_low = any(_low(rows[rows.index < 5]).any() for rows in ranked.values())
+        of_metric = {metric: ranked(table, metric) for metric in metrics}
+        best = {metric: rows[rows["value"] >= LEAST_SHOWN].head(3) for metric, rows in of_metric.items()}
+        some_low = any(_low(rows[rows.index < 5]).any() for rows in of_metric.values())
         measured = [name for name in prompts.relations if any(_is_of(metric, name) for metric in metrics)]
         notes = position_notes(prompts, measured)
         by_chance = chance_of(prompts, [name for name in best if name in prompts.relations and name not in TOKEN_ROLES])
@@ -91,7 +91,7 @@ class Score(PromptVerb):
                 (
                     "The best heads",
                     f"The highest scores, with 95% intervals over {table.unit}{of_attending}.",
-                    plots.top_heads(_attending(table, ranked), metrics),
+                    plots.top_heads(_attending(table, of_metric), metrics),
                 ),
                 (
                     "All heads",
@@ -115,8 +115,8 @@ def _is_of(metric: str, relation: str) -> bool:
     return metric == relation or metric.removeprefix(f"{relation}_") in MEASURES
 
 
-def _ranked(table: Table, metric: str) -> Any:
-    """The rows of heads from the highest score down, with `attention`, the share of all that their keys get.
+def ranked(table: Table, metric: str) -> Any:
+    """Returns the rows of heads from the highest score down, with `attention`, the share of all that their keys get.
 
     Heads below `LEAST_ATTENTION` come last; the index is the place by score alone.
     """
@@ -130,10 +130,10 @@ def _low(rows: Any) -> Any:
     return rows["attention"] < LEAST_ATTENTION
 
 
-def _attending(table: Table, ranked: dict[str, Any]) -> Table:
+def _attending(table: Table, of_metric: dict[str, Any]) -> Table:
     """The table without the rows of heads below `LEAST_ATTENTION`, for each metric that other heads have."""
     keep = np.ones(len(table), dtype=bool)
-    for metric, rows in ranked.items():
+    for metric, rows in of_metric.items():
         low = rows[_low(rows)].set_index(["layer", "head"]).index
         if len(low) < len(rows):
             heads = table.frame.set_index(["layer", "head"]).index

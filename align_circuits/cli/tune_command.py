@@ -9,13 +9,16 @@ import tyro
 
 from align_circuits.cli.command_base import PromptVerb, accuracy_sections, first_token, head_value
 from align_circuits.cli.folders import Results
+from align_circuits.cli.score_command import ranked
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.one_pass import score_and_evaluate
+from align_circuits.heads.score import resolve
 from align_circuits.models.loading import parameters_in
 from align_circuits.report import plots
 from align_circuits.report.localize_report import headline_of, save_localization
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import evaluate
+from align_circuits.tasks.task import TOKEN_ROLES
 from align_circuits.training.tuning import TuneConfig, described, preset_for, tune
 
 MOST_MAPS = 3
@@ -85,9 +88,11 @@ class Tune(PromptVerb):
         run = tune(model, task, self.config, seed=self.seed, out=results.new, state=results.folder)
         print(run.log.to_string(index=False, float_format="{:.3g}".format, na_rep="–"))
         before = evaluate(model, prompts, options=self.options)
-        scores, after = score_and_evaluate(run.model, prompts, options=self.options)
         metrics = [name for name in task.roles if len(prompts.relations.get(name, ()))][:MOST_MAPS]
-        highest = {name: scores.top(name, 1).frame for name in metrics}
+        shares = [f"{name}_attention" for name in metrics if name not in TOKEN_ROLES]
+        asked = [*dict.fromkeys((*resolve(prompts, None), *shares))]
+        scores, after = score_and_evaluate(run.model, prompts, asked, options=self.options)
+        highest = {name: ranked(scores, name) for name in metrics}
         metrics = [name for name in metrics if len(highest[name])]  # no head need have a query of a relation
         best = ", ".join(f"{name} {head_value(highest[name].iloc[0])}" for name in metrics) or "none"
         summary = (

@@ -77,7 +77,7 @@ def test_a_high_share_of_little_attention_does_not_come_first(tmp_path, capsys):
     heads = frame[low][["layer", "head"]].merge(frame.assign(row=range(len(frame))))
     row = int(heads[heads["metric"] == "align_query"]["row"].iloc[0])
     raised = replace(table, frame=frame.assign(value=frame["value"].where(np.arange(len(frame)) != row, reached + 1)))
-    ranked = score_command._ranked(raised, "align_query")
+    ranked = score_command.ranked(raised, "align_query")
     assert ranked.index[0] == 1 and ranked["attention"].iloc[0] > 0.1, "the first by score alone is not the first"
     assert (ranked["attention"] >= 0.1).tolist() == sorted(ranked["attention"] >= 0.1, reverse=True)
     kept: Any = score_command._attending(raised, {"align_query": ranked}).top("align_query", 99).frame

@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from align_circuits.prompts.prompts import TokenKind
 from align_circuits.prompts.relations import Relation
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tasks.own_prompts import OwnPrompts
-from align_circuits.training import tuning
+from align_circuits.training import probe, tuning
 from align_circuits.training.probe import PROBED
 from align_circuits.training.tuning import PROBE_SEED, TuneConfig, _TuningData, tune
 
@@ -203,9 +204,9 @@ def test_probes_measure_what_evaluate_and_score_heads_do(llama):
     for ood in (False, True):
         prompts = replace(TASK, ood=ood).sample(3, llama.tokenizer, PROBE_SEED)
         for step, model in ((0, llama), (4, tuned.model)):
-            probe = tuned.table.where(step=step, ood=ood)
+            measured = tuned.table.where(step=step, ood=ood)
             heads: Any = ac.score_heads(model, prompts, list(PROBED)).frame
-            probed: Any = probe.where(metric=list(PROBED)).frame
+            probed: Any = measured.where(metric=list(PROBED)).frame
             pd.testing.assert_frame_equal(probed[keys], heads[keys])
             np.testing.assert_allclose(probed["value"], heads["value"], atol=1e-5)
             np.testing.assert_allclose(probed[columns], heads[columns], atol=1e-5, rtol=1e-3)
@@ -214,7 +215,7 @@ def test_probes_measure_what_evaluate_and_score_heads_do(llama):
                 expected: Any = evaluated.where(
                     predictor=predictor, metric="log_prob" if metric == "log_prob" else "accuracy"
                 )
-                model_rows: Any = probe.where(metric=metric).frame
+                model_rows: Any = measured.where(metric=metric).frame
                 assert (model_rows["level"] == "model").all() and model_rows[["layer", "head"]].isna().all(axis=None)
                 np.testing.assert_allclose(model_rows["value"], expected.frame["value"], atol=1e-5)
                 # Correcting three prompts for their skew makes hundreds of times as much of rounding.
@@ -579,6 +580,20 @@ def test_what_teaches_nothing_or_two_tokens_at_once_is_refused(llama, char_token
     twice = replace(prompts, targets=pd.concat([prompts.targets, prompts.targets[2:3].assign(token=9)]))
     refused("prompt 1 has several targets at position 6, where one", run, llama, twice, out=tmp_path / "run")
     assert not (tmp_path / "run" / "training").exists()
+
+
+def test_a_head_whose_score_few_prompts_define_has_none(monkeypatch):
+    """Else a head that attends to a candidate in one prompt of many would be the best by this one."""
+    heads = pd.DataFrame({"metric": "lookup", "level": "head", "layer": 0, "head": [0, 1]})
+    value, weight = np.array([[0.2, 0.3, 0.1, 0.2], [1.0, 0, 0, 0]]), np.array([[1.0, 1, 0, 1], [1.0, 0, 0, 0]])
+    scores, ones = SimpleNamespace(measured=lambda: (heads, value, weight)), np.ones((1, 4))
+    both: Any = SimpleNamespace(scores=scores, values=None, targets=SimpleNamespace(names=()))
+    of_model = pd.DataFrame({"metric": ["accuracy"], "kind": "first", "predictor": "model"})
+    monkeypatch.setattr(probe, "summarize_targets", lambda *_: (of_model, ones, ones))
+    keys, numbers = probe._measured(ac.Prompts, both)  # pyright: ignore[reportArgumentType]
+    assert (numbers["weight"] > 0).sum(1).tolist() == [3, 0, 4]
+    summary = probe._summary(keys.assign(ood=False), numbers["value"], numbers["weight"], ["lookup"])
+    assert summary == {"first": 1.0, "lookup": pytest.approx(0.7 / 3)}
 
 
 def test_figures_without_the_values_of_a_head(llama, char_tokenizer):
