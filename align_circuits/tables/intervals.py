@@ -152,7 +152,7 @@ def betting_interval(
     .75/m). A prompt's bet counts by its share of the largest weight. Gains are averaged over some fixed orders of the
     sorted prompts, so that it makes no difference in which they are given.
 
-    It is 1.2 to 1.4 times as long as `proportion` (beta(2, 2), 12 to 64 prompts), and so a bound of it.
+    It is 1.3 to 1.4 times as long as `proportion` (beta(2, 2), 3 to 64 prompts), and so a bound of it.
 
     Args and errors as in `proportion`.
     """
