@@ -179,7 +179,7 @@ def position_notes(prompts: Prompts, roles: Sequence[str], unranked: Sequence[st
     if same := [role for role in exchangeable if fixed_rank(prompts.relations[role])]:
         notes.append(
             f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no "
-            "head can be told from one that always attends there: vary their order."
+            "head can be told from one that always attends there: vary their order, or take other candidates."
         )
     return notes
 

@@ -139,7 +139,7 @@ def test_a_partner_is_of_another_group_where_half_of_the_prompts_are(char_tokeni
         if np.bincount(group).max() <= n / 2:
             assert (group[partner] != group).all()
     texts = ["ab", "ab", "cd", "ef"]
-    equal = ac.Prompts.from_texts(texts, char_tokenizer, answer=list("xxyz"), groups=range(4))
+    equal = ac.Prompts.from_texts(texts, char_tokenizer, answer=list("xxyz"), groups=[0, 0, 1, 2])
     equal = replace(equal, group=None)
     assert all(texts[one] != texts[other] for one, other in enumerate(next_unrelated(equal, step).tolist()))
     grouped = replace(equal, group=torch.arange(4))
