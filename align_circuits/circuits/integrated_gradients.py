@@ -28,12 +28,7 @@ def prepared_pair(
     options: RunOptions,
     bytes_of: Callable[[HookedModel, int, int], float],
 ) -> Pair:
-    """Returns the pair with all that its metric needs; `bytes_of` estimates the memory of a batch.
-
-    Raises:
-        ValueError: No steps, a metric without a gradient or whose gradient is 0 there, or prompts that fit neither the
-            model nor the memory.
-    """
+    """Returns the pair with all that its metric needs, once it is checked; `bytes_of` estimates a batch's memory."""
     if steps < 1:
         raise ValueError(f"steps={steps}: integrated gradients take at least 1")
     if pair.metric in STEPS:

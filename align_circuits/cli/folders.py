@@ -44,9 +44,8 @@ def results_folder(
     """Yields folders for the results of a run; if the block fails, nothing has changed but `STATE`.
 
     Args:
-        folder: The folder that was asked for. None: the next numbered one.
-        numbered_in: Where numbered folders stand: `0001`, `0002`, ..., and the link `latest`, which points to a folder
-            once its run has finished.
+        folder: The one that was asked for. None: the next numbered one.
+        numbered_in: Where they stand: `0001`, `0002`, ..., and the link `latest`, to the last whose run has finished.
         overwrite: Whether the folder may hold the results of an earlier run, which are removed, or other files, of
             which those that have the name of a result are replaced.
         renews: The verb and settings of earlier results that may be replaced without `overwrite`.

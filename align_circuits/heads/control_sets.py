@@ -81,17 +81,8 @@ def measured_beside(
     So the verdict is that of all draws, whichever comes first, and a p-value which counts those that are not known as
     doing as well is never below that of all draws.
 
-    Args:
-        claim: What is asked.
-        tested: Which targets are right with the tested set.
-        kinds: The kind of each control set.
-        batches: The targets of each batch.
-        measure: Takes a control set and a batch, and returns which of its targets are right.
-        decides: The targets that the claim is about.
-        alpha: The highest p-value.
-
-    Returns:
-        NaN for targets that were not measured; for all of them if it is open whether the set does as well.
+    `measure` takes a control set and a batch, and returns which of its targets are right. What was not measured is NaN,
+    and all of it if it is open whether the set does as well.
     """
     right, begun, kind_of = np.full((len(kinds), len(tested)), np.nan), [0] * len(kinds), np.array(kinds)
     value = float(tested[decides].mean())

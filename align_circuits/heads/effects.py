@@ -45,19 +45,10 @@ def edit_effects(
 ) -> Table:
     """Returns what edits change, each alone, beside the unedited run.
 
-    Args:
-        model: The model that is edited.
-        targets: What is measured.
-        kinds: The kinds of targets to report.
-        keys: The key columns of the rows, layer among them.
-        edits: What is done, one after another.
-        edit_of: The edit of each row: heads that share a key head have one in common.
-        provenance: From the engine that ran.
-        base: The name of the unedited run; `"kl"` is measured from the clean one.
-        source: The other prompts of a patch.
-        paired: Whether these are the other half of minimal pairs, so that their own metrics are a baseline.
-        screen: The share of the edits, all of heads, that is made; the others' effects are estimated.
-        options: Engine and batch size.
+    `keys` has a row, with its layer, for each of `edit_of`, the index of its edit: heads that share a key head have one
+    in common. `base` names the unedited run, and `"kl"` is measured from the clean one. If `source`, the other prompts
+    of a patch, is the other half of minimal pairs (`paired`), its own metrics are a baseline, too. With `screen` that
+    share of the edits is made, all of heads, and the effects of the others are estimated.
     """
     exact, estimates = np.full(len(keys), True), None
     if screen is not None:

@@ -215,12 +215,7 @@ def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
 
 
 def _masks_of(clean: Prompts, positions: Positions) -> dict[str, Bool[Tensor, "prompt pos"] | None]:
-    """Returns the tokens that are patched, by name; None for all, which spares a comparison at each of them.
-
-    Raises:
-        KeyError: A named position that the prompts do not have.
-        ValueError: A mask that is none of these prompts, or no positions at all.
-    """
+    """Returns the tokens that are patched, by name; None for all, which spares a comparison at each of them."""
     if isinstance(positions, str):
         return {**position_groups(clean)} if positions == "groups" else {positions: clean.mask_of(positions)}
     if positions is None:

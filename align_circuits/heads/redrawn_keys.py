@@ -534,11 +534,7 @@ def fixed_rank(relation: Relation) -> bool:
 
 
 def _by_rank(relation: Relation) -> Bool[Tensor, "row candidate"]:
-    """Which candidates of each row are keys.
-
-    Raises:
-        ValueError: Rows with different numbers of candidates.
-    """
+    """Which candidates of each row are keys; rows with different numbers of candidates are refused."""
     keys, candidates = relation.expand()
     counts = candidates.sum(1).unique()
     if len(counts) != 1:

@@ -266,11 +266,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _read(tokenizer: Any, text: str) -> tuple[list[int], int]:
-    """The same, and with how many of them the tokenizer begins every text.
-
-    Raises:
-        ValueError: The text has half a character, of which UTF-16 makes two.
-    """
+    """The same, and with how many of them the tokenizer begins every text; half a character is refused."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ValueError(
             f"the text {text[:60]!r} has half a character (a lone surrogate): decode it from its file anew"

@@ -55,11 +55,7 @@ class Call:
 
 
 def _written(name: str, value: Any, folder: Path) -> Any:
-    """A value as JSON; prompts go to a file.
-
-    Raises:
-        TypeError: A function, a tensor or another object that is not of this package.
-    """
+    """A value as JSON; prompts go to a file. What is not of this package, as a function or a tensor, is refused."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):  # where parts of a sweep are kept: a repetition computes them anew

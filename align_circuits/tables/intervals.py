@@ -313,10 +313,11 @@ def _betting_low(
 
     def bets(rows: Any) -> Iterator[Any]:
         for order in orders:
-            yield _bets(*(each[rows][:, order] for each in (known, share, counted)))
+            yield _bets(known[rows][:, order], share[rows][:, order], counted[rows][:, order])
 
     def won(bets: Iterable[Any], m: Float[ndarray, " some"]) -> Bool[ndarray, " some"]:
-        return np.logaddexp.reduce([_gain(*of_order, m[:, None]) for of_order in bets]) - np.log(_ORDERS) >= _WINS
+        gains = [_gain(values, stake, most, m[:, None]) for values, stake, most in bets]
+        return np.logaddexp.reduce(gains) - np.log(_ORDERS) >= _WINS
 
     rows = np.flatnonzero(floor < mean)  # not where there is none
     rows = rows[won(bets(rows), floor[rows])]

@@ -45,7 +45,7 @@ def best_end(made: Sequence[Provenance], keys: Mapping[str, Any]) -> End:
     Raises:
         ValueError: A table of several verbs (`Table.concat`) that are ranked in opposite ways.
     """
-    ends = {_best_end(each, keys) for each in made}
+    ends: set[End] = {_best_end(each, keys) for each in made}
     if len(ends) > 1:
         raise ValueError(
             "tables in which opposite ends matter most: select one of them with .where(...), or give by='highest', "

@@ -629,8 +629,10 @@ class Table:
             ValueError: The folder cannot be written, or a key is an empty text in some rows and missing in others:
                 a file does not tell these apart.
         """
-        for key in self.keys:
-            if self.frame[key].isna().any() and (self.frame[key] == "").any():
+        frame: Any = self.frame
+        empty = [key for key in self.keys if (frame[key] == "").any()]
+        for key in empty:
+            if frame[key].isna().any():
                 raise ValueError(f"{key} is an empty text in some rows and missing in others: give these texts a name")
         going = (*FILES, PER_PROMPT, BASELINES, calls.FOLDER)
         with replacing_in(folder, going=going) as new:  # of an earlier save: one table to a folder
@@ -646,7 +648,7 @@ class Table:
             record = json.loads(self.provenance.to_json())
             if texts := _texts_like_numbers(self.frame):
                 record[TEXTS] = texts
-            if empty := [name for name in texts if (self.frame[name] == "").any()]:
+            if empty:
                 record[EMPTY] = empty
             (new / "provenance.json").write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             if self.baselines is not None:
@@ -729,11 +731,7 @@ class Table:
         raise ValueError(f"no heads, layers or edges to rank: this table has the keys {', '.join(self.keys)}{levels}")
 
     def check_not_mixed(self) -> None:
-        """Raises if some rows are estimates and others measured, as after a screen.
-
-        Raises:
-            ValueError: They are.
-        """
+        """Raises a ValueError if some rows are estimates and others measured, as after a screen."""
         frame = self.frame
         if "estimated" in frame and len(frame["estimated"].unique()) > 1:
             raise ValueError(
@@ -741,11 +739,7 @@ class Table:
             )
 
     def _check_one_row(self, part_keys: tuple[str, ...]) -> None:
-        """Raises unless a part of the model has one row only.
-
-        Raises:
-            ValueError: It has several; which keys tell them apart.
-        """
+        """Raises unless a part of the model has one row only, and says which keys tell several apart."""
         frame = self.frame
         if frame.duplicated(list(part_keys)).any():
             several = [key for key in self.keys if len(frame[key].unique()) > 1]
@@ -835,11 +829,7 @@ def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _needs(package: str, method: str) -> Any:
-    """Imports a package that only one method needs.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """Imports a package that only one method needs."""
     try:
         return import_module(package)
     except ImportError as error:

@@ -28,7 +28,7 @@ PROBED = ("align_query", "align_key", "lookup")
 """The head metrics that every probe measures."""
 
 LEAST_DEFINED = 0.5
-"""The least share of prompts in which a head's score must be defined; below, a probe has none."""
+"""The least share of prompts in which a head's score must be defined: by two of a hundred it would be the best one."""
 
 COLUMNS = ("value", "weight")
 
@@ -106,7 +106,6 @@ class Probe:
 def _measured(prompts: Prompts, both: OnePass) -> tuple[pd.DataFrame, dict[str, ndarray]]:
     """The keys of a probe's rows on some prompts, and for each row and prompt value and weight."""
     heads, value, weight = both.scores.measured()
-    # Else a head that attends to the candidates in two prompts of a hundred would be the best one by these two.
     weight = np.where((weight > 0).mean(1, keepdims=True) < LEAST_DEFINED, 0, weight)
     heads = heads.assign(kind="all", offset=ALL_OFFSETS)
     model_keys, means, counts = summarize_targets(prompts, both.values, both.targets.names)

@@ -1,6 +1,7 @@
 """Figures of circuits: effects of edges, and the faithfulness of subgraphs."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,7 +36,7 @@ def edge_map(table: Table, title: str = "", unit: str | None = None) -> go.Figur
     Raises:
         ValueError: No row with a number, or several rows for a pair.
     """
-    frame = table.frame
+    frame: Any = table.frame
     if frame["value"].isna().all():
         raise ValueError("no edge with a number to draw: give a table that has one")
     if frame.duplicated(["sender", "receiver"]).any():
