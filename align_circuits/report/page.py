@@ -70,7 +70,10 @@ def write_report(
     Raises:
         TooLarge: The page would be larger than `MAX_BYTES`.
     """
-    blocks = [_block(number, *section) for number, section in enumerate(sections)]
+    names = [re.sub(r"\W+", "-", heading.lower()).strip("-") for heading, *_ in sections]
+    # Headings may differ in signs alone, such as "S1+1" and "S1-1".
+    anchors = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)]
+    blocks = [_block(anchor, *section) for anchor, section in zip(anchors, sections, strict=True)]
     kinds = {kind for block in blocks for kind in block["kinds"]}
     libraries = {go.Figure: get_plotlyjs, AttentionView: circuitsvis_script}  # each is embedded once, where needed
     answer, *details = summary.strip().split("\n\n")
@@ -148,11 +151,9 @@ def _decimals(number: float) -> str:
     return f"{round(number, 3) + 0.0:.3f}"
 
 
-def _block(number: int, heading: str, note: str, content: Content | Sequence[Content]) -> dict[str, Any]:
+def _block(anchor: str, heading: str, note: str, content: Content | Sequence[Content]) -> dict[str, Any]:
     """A section for the template, and the types of its contents."""
     contents = [content] if isinstance(content, Content) else list(content)
-    # With the number, since headings may differ in signs alone, such as "S1+1" and "S1-1".
-    anchor = f"{number}-" + re.sub(r"\W+", "-", heading.lower()).strip("-")
     drawn = [_drawn(content, f"{anchor}-{index}", heading, note) for index, content in enumerate(contents)]
     return {"heading": heading, "note": note, "anchor": anchor, "contents": drawn, "kinds": {*map(type, contents)}}
 

@@ -287,6 +287,17 @@ def test_on_a_phone_figures_are_seen_whole_with_their_panels_below_each_other(
     assert columns > 1 or scores[3] == sorted(set(scores[3]))
 
 
+def test_a_figure_is_drawn_anew_before_the_next_frame_where_the_page_gets_narrower(written, tmp_path, localization):
+    page = written(("scores", "", figures(localization)["scores"]))
+    look = """async () => {
+      document.querySelector("main").style.width = "340px";
+      await new Promise(done => setTimeout(done, 50)); // plotly's own answer takes 100
+      return [...document.querySelectorAll(".main-svg")].map(it => it.getBoundingClientRect().width);
+    }"""
+    widths, _ = browser.ran(page, tmp_path, look, width=500)
+    assert widths and max(widths) <= 340
+
+
 def test_headings_that_differ_in_signs_alone_have_figures_of_their_own(written):
     keys = {"layer": [0, 1], "head": 0, "metric": "prob", "value": 0.5, "low": 0.2, "high": 0.9, "n": 8}
     figure = ac.plots.top_heads(Table(pd.DataFrame(keys), MADE))
@@ -398,13 +409,13 @@ def test_the_card_names_model_task_seed_and_command(written):
 
 def test_a_report_on_own_prompts_speaks_of_their_relations_alone(tmp_path, char_tokenizer, random_hf_model):
     """No word of other tasks, no column or panel without a number of its own."""
-    texts = [f"k{x}mn{y}op{z}q" for x, y, z in ("ABB", "CDC", "EFE", "GHH") * 4]
+    texts = [f"{k}{x}mn{y}op{z}q" for k in "kstu" for x, y, z in ("ABB", "CDC", "EFE", "GHH")]
     answers, others = ["A", "D", "F", "G"] * 4, ["B", "C", "E", "H"] * 4
     other = [answer.lower() for answer in answers]
     positions = {name: [(letter, 0) for letter in letters] for name, letters in (("IO", answers), ("S1", others))}
     clean, corrupted = ac.Prompts.from_pairs(
         *(texts, [text.replace("q", "r") for text in texts], char_tokenizer),
-        **{"answer": answers, "corrupted_answer": other, "positions": positions, "groups": range(16)},
+        **{"answer": answers, "corrupted_answer": other, "positions": positions},
     )
     clean = clean.with_relations(mover=ac.Relation.from_positions("END", "IO", prompts=clean, candidates=["IO", "S1"]))
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
