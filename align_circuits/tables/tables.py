@@ -86,7 +86,7 @@ class Table:
         if self.values is not None and len(self.values) != len(self.frame):
             raise ValueError(f"{len(self.values)} rows of per-prompt values for a frame of {len(self.frame)}: cut both")
         values, weights = (None if each is None else each.shape for each in (self.values, self.weights))
-        if values != weights:
+        if values not in (None, weights):
             raise ValueError(f"values of shape {values} and weights of shape {weights}: give both, in one shape")
         object.__setattr__(self, "frame", _with_integer_keys(self.frame))
 
