@@ -491,9 +491,9 @@ class TestSmallest:
             return f"{nulls.smallest_p_values(prompts, [name])[name]:.2g}".removeprefix("0")
 
         def named(n: int) -> str:
-            texts, letters = (["ab:", "ba:"] * n)[:n], {"a": ["a"] * n, "b": ["b"] * n}
-            own = {"positions": letters, "groups": range(n)}  # equal texts would be one group
-            prompts = Prompts.from_texts(texts, char_tokenizer, answer=letters["a"], **own)
+            texts = [f"{other}{('ab', 'ba')[row % 2]}:" for row, other in enumerate("cdefghij"[:n])]
+            letters = {"a": ["a"] * n, "b": ["b"] * n}
+            prompts = Prompts.from_texts(texts, char_tokenizer, answer=letters["a"], positions=letters)
             finds = Relation.from_positions("END", "a", prompts=prompts, candidates=["a", "b"])
             return smallest(prompts.with_relations(finds=finds), "finds")
 
