@@ -49,10 +49,6 @@ def results_folder(
         overwrite: Whether the folder may hold the results of an earlier run, which are removed, or other files, of
             which those that have the name of a result are replaced.
         renews: The verb and settings of earlier results that may be replaced without `overwrite`.
-
-    Raises:
-        ValueError: The folder cannot be written, another run is writing to it, or it holds the results of an earlier
-            run or files of others.
     """
     if folder is not None:
         with _alone_in(folder):

@@ -1,5 +1,6 @@
 """`align-circuits score`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,7 @@ class Score(PromptVerb):
         """Runs the verb."""
         model, prompts, _ = self.prepare()
         asked = self.metrics or tuple(resolve(prompts, None))
-        shares = [f"{name}_attention" for name in asked if name in prompts.relations and name not in TOKEN_ROLES]
-        table, accuracy = score_and_evaluate(model, prompts, [*dict.fromkeys((*asked, *shares))], options=self.options)
+        table, accuracy = score_and_evaluate(model, prompts, with_shares(prompts, asked), options=self.options)
         known = table.frame[table.frame["value"].notna()]
         of_file = [name for name in prompts.relations if name not in METRICS]  # of a file: what the reader asks about
         metrics = [metric for metric in self.metrics or (*of_file, *METRICS) if metric in set(known["metric"])]
@@ -113,6 +113,12 @@ def _lengths(prompts: Prompts) -> str:
 def _is_of(metric: str, relation: str) -> bool:
     """Whether a metric, with or without a suffix, is of a relation."""
     return metric == relation or metric.removeprefix(f"{relation}_") in MEASURES
+
+
+def with_shares(prompts: Prompts, asked: Sequence[str]) -> list[str]:
+    """Returns metrics, and for each that is a relation the share of all attention that its keys get: for `ranked`."""
+    shares = [f"{name}_attention" for name in asked if name in prompts.relations and name not in TOKEN_ROLES]
+    return [*dict.fromkeys((*asked, *shares))]
 
 
 def ranked(table: Table, metric: str) -> Any:

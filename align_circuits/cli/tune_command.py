@@ -9,7 +9,7 @@ import tyro
 
 from align_circuits.cli.command_base import PromptVerb, accuracy_sections, first_token, head_value
 from align_circuits.cli.folders import Results
-from align_circuits.cli.score_command import ranked
+from align_circuits.cli.score_command import ranked, with_shares
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.heads.score import resolve
@@ -18,7 +18,6 @@ from align_circuits.report import plots
 from align_circuits.report.localize_report import headline_of, save_localization
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import evaluate
-from align_circuits.tasks.task import TOKEN_ROLES
 from align_circuits.training.tuning import TuneConfig, described, preset_for, tune
 
 MOST_MAPS = 3
@@ -89,8 +88,7 @@ class Tune(PromptVerb):
         print(run.log.to_string(index=False, float_format="{:.3g}".format, na_rep="–"))
         before = evaluate(model, prompts, options=self.options)
         metrics = [name for name in task.roles if len(prompts.relations.get(name, ()))][:MOST_MAPS]
-        shares = [f"{name}_attention" for name in metrics if name not in TOKEN_ROLES]
-        asked = [*dict.fromkeys((*resolve(prompts, None), *shares))]
+        asked = with_shares(prompts, resolve(prompts, None))
         scores, after = score_and_evaluate(run.model, prompts, asked, options=self.options)
         highest = {name: ranked(scores, name) for name in metrics}
         metrics = [name for name in metrics if len(highest[name])]  # no head need have a query of a relation

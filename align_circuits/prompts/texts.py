@@ -10,6 +10,7 @@ from operator import ne
 from typing import Any
 
 import pandas as pd
+from tokenizers.models import BPE
 
 END = "END"
 """The name of the position that predicts the first token of the answer: the last token of the text."""
@@ -178,12 +179,7 @@ def _joins_spaces(tokenizer: Any, word: str) -> bool:
 def check_aligned(
     name: str, clean: TokenizedText, corrupted: Sequence[int], tokenizer: Any, others: Sequence[str] = ()
 ) -> None:
-    """Raises unless a corrupted text has as many tokens as its clean one.
-
-    Raises:
-        ValueError: They differ in length; the message shows the first place where they do, of the pair of this name,
-            and names `others` that do.
-    """
+    """Raises unless a corrupted text has as many tokens as its clean one; says where not, and names `others`."""
     ids = clean.ids[: clean.n_text]
     if len(ids) == len(corrupted):
         return
@@ -238,11 +234,7 @@ def is_place(place: Any) -> bool:
 
 
 def read_by(tokenizer: Any, text: str | list[str], **how: Any) -> Any:
-    """Returns what a tokenizer makes of a text or of several, as Hugging Face's call does.
-
-    Raises:
-        ValueError: It gives up, as one does whose regular expressions try too often to match.
-    """
+    """Returns what a tokenizer makes of a text or of several; one whose patterns try too often to match gives up."""
     try:
         return tokenizer(text, **how)
     except BaseException as error:
@@ -306,11 +298,20 @@ def _lacks_characters(tokenizer: Any, ids: list[int], text: str, before: str = "
 
 
 def _n_left_out(tokenizer: Any, text: str) -> int:
-    """How many characters of a text but spaces belong to no token; 0 where the tokenizer does not say it."""
-    if not text or not getattr(tokenizer, "is_fast", False):
+    """How many characters of a text but spaces belong to no token."""
+    if not _may_leave_out(tokenizer, text):
         return 0
     read = {place for start, end in _offsets(tokenizer, text) for place in range(start, end)}
     return sum(place not in read and not letter.isspace() for place, letter in enumerate(text))
+
+
+def _may_leave_out(tokenizer: Any, text: str) -> bool:
+    """Whether a tokenizer may drop characters of a text: BPE without an unknown token, and without one of its bytes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model: Any = getattr(backend, "model", None)
+    if not isinstance(model, BPE) or model.unk_token is not None or model.byte_fallback:
+        return False
+    return any(backend.token_to_id(_LETTER_OF[byte]) is None for byte in {*text.encode()})
 
 
 def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
@@ -351,6 +352,7 @@ _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTED}
 _BYTE_OF |= {chr(0x100 + n): byte for n, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)}
 """The letters that stand for bytes in byte-level vocabularies (Radford et al., 2019)."""
+_LETTER_OF = {byte: letter for letter, byte in _BYTE_OF.items()}
 
 
 def text_of_token(tokenizer: Any, token: int) -> str:

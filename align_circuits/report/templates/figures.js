@@ -53,9 +53,11 @@ new MutationObserver(() => {
   }
   // Before the next frame, as in a picture of the page; plotly's own answer to another width comes a little later.
   const resized = new ResizeObserver(entries => {
-    for (const {target, contentRect} of entries)
-      if (!target.layout.width && Math.abs(target._fullLayout.width - contentRect.width) > 1)
+    for (const {target, contentRect} of entries) {
+      const drawn = target.querySelector(".main-svg").getBoundingClientRect();
+      if (!target.layout.width && Math.abs(drawn.width - contentRect.width) > 1)
         Plotly.relayout(target, {autosize: true});
+    }
   });
   for (const figure of document.querySelectorAll(".plotly-graph-div")) resized.observe(figure);
 })().catch(error => {
