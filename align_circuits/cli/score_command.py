@@ -1,6 +1,6 @@
 """`align-circuits score`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,7 @@ def _is_of(metric: str, relation: str) -> bool:
     return metric == relation or metric.removeprefix(f"{relation}_") in MEASURES
 
 
-def with_shares(prompts: Prompts, asked: Sequence[str]) -> list[str]:
+def with_shares(prompts: Prompts, asked: Collection[str]) -> list[str]:
     """Returns metrics, and for each that is a relation the share of all attention that its keys get: for `ranked`."""
     shares = [f"{name}_attention" for name in asked if name in prompts.relations and name not in TOKEN_ROLES]
     return [*dict.fromkeys((*asked, *shares))]

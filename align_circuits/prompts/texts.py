@@ -307,8 +307,8 @@ def _n_left_out(tokenizer: Any, text: str) -> int:
 
 def _may_leave_out(tokenizer: Any, text: str) -> bool:
     """Whether a tokenizer may drop characters of a text: BPE without an unknown token, and without one of its bytes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    model: Any = getattr(backend, "model", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    model = getattr(backend, "model", None)
     if not isinstance(model, BPE) or model.unk_token is not None or model.byte_fallback:
         return False
     return any(backend.token_to_id(_LETTER_OF[byte]) is None for byte in {*text.encode()})
