@@ -18,7 +18,7 @@ from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.heads.candidates import Candidate, causal_p_values, corrected
 from align_circuits.heads.control_sets import controls_of, first_enough, half_of_each, measured_beside
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.heads.verdicts import CONTROL_ROWS, Claim, Verdict, is_large, verdict_of
+from align_circuits.heads.verdicts import CONTROL_ROWS, Claim, Verdict, verdict_of
 from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.head_names import Head, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
@@ -224,10 +224,10 @@ class HeadSets:
         right = dict(zip(sets, self._right_targets([*sets.values()]), strict=True))
         rows: list[tuple[str, int | None]] = [(name, None) for name in sets]
         values = [*right.values()]
-        for claim in claims:
+        alone = self._verdicts(claims, heads, self._table(rows, values), about)
+        for claim, verdict in zip(claims, alone, strict=True):
             tested = right.get("named" if claim == "necessary" else "rest")
-            intact, least = self._accuracy(right["nothing"]), self.thresholds.least(claim)
-            if tested is None or not is_large(claim, intact, self._accuracy(tested), least):
+            if tested is None or not verdict.large:
                 continue
             drawn = [
                 (prefix[claim] + name, draw, control if claim == "necessary" else self._without(control))
@@ -238,10 +238,13 @@ class HeadSets:
             rows += [(name, draw) for name, draw, _ in drawn]
             values += [*self._right_beside(claim, tested, drawn)]
         table = self._table(rows, values)
+        return table, self._verdicts(claims, heads, table, about)
+
+    def _verdicts(
+        self, claims: Sequence[Claim], heads: Sequence[Head], table: Table, about: Mapping[str, Any]
+    ) -> list[Verdict]:
         decisive = table.where(kind=self.kind)
-        return table, [
-            verdict_of(claim, heads, decisive, len(self.heads), self.thresholds, **about) for claim in claims
-        ]
+        return [verdict_of(claim, heads, decisive, len(self.heads), self.thresholds, **about) for claim in claims]
 
     def _right_beside(
         self, claim: Claim, tested: Float[ndarray, " target"], drawn: Sequence[tuple[str, int, Sequence[Head]]]
@@ -265,10 +268,6 @@ class HeadSets:
 
     def _without(self, heads: Sequence[Head]) -> list[Head]:
         return [head for head in self.heads if head not in heads]
-
-    def _accuracy(self, right: Float[ndarray, " target"]) -> float:
-        """The share of the targets that decide which is right."""
-        return float(right[self._decides].mean())
 
     def _right_targets(self, sets: Sequence[Sequence[Head]]) -> list[Float[ndarray, " target"]]:
         """Which targets are right with each set ablated; sets of the same heads are measured once."""

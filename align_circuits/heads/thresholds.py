@@ -27,7 +27,8 @@ class Thresholds:
     """The least effect of mean ablation or of denoising, or of resampling for heads that are scored where their output
     matters, in nats of the targets' mean log-probability; its 95% interval must lie above 0."""
     min_drop: float = 0.1
-    """The accuracy that ablating a set of heads must cost at least, for the set to be necessary."""
+    """The accuracy that ablating a set of heads must cost at least, with an interval above 0, for the set to be
+    necessary."""
     min_retained: float = 0.9
     """The share of the accuracy that must be kept at least when all other heads are ablated, for a set to suffice."""
     alpha: float = 0.05

@@ -10,6 +10,7 @@ from numpy import ndarray
 
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.head_names import Head, describe
+from align_circuits.tables.intervals import proportion_change
 from align_circuits.tables.tables import Table
 
 Claim = Literal["necessary", "sufficient"]
@@ -46,6 +47,8 @@ class Verdict:
     """The lower end of its 95% interval over prompts."""
     high: float
     """The upper end."""
+    lost: tuple[float, float]
+    """The 95% interval over prompts of the accuracy that is lost: `intact` minus `value`, paired by prompt."""
     controls: Mapping[str, tuple[float, ...]]
     """The same for control sets of as many heads, a number for each draw, by what they share with the set
     (`CONTROLS`), each on as many prompts as show whether it does as well as the set. NaN where that was not found out,
@@ -87,7 +90,19 @@ class Verdict:
     @property
     def large(self) -> bool:
         """Whether the set itself costs or keeps enough accuracy, whatever other sets do."""
-        return is_large(self.claim, self.intact, self.value, self.least)
+        return self._reaches and not self.unclear
+
+    @property
+    def unclear(self) -> bool:
+        """Whether a set costs enough accuracy in these prompts, which are too few to tell the loss from none."""
+        return self.claim == "necessary" and self._reaches and not self.lost[0] > 0
+
+    @property
+    def _reaches(self) -> bool:
+        if self.claim == "necessary":
+            return self.intact - self.value >= self.least - ROUNDING
+        # Of an intact accuracy of 0 any set keeps the share that is asked for.
+        return self.value >= self.least * self.intact - ROUNDING and self.value > 0
 
     @property
     def why_no_controls(self) -> str:
@@ -96,8 +111,15 @@ class Verdict:
             return ""
         if self.large:
             return "no control sets were drawn"
+        if self.unclear:
+            return f"{self.loss} may be none, so no control sets were measured: take more prompts"
         little = "loses less" if self.claim == "necessary" else "keeps less"
         return f"this {little} than is needed, so no control sets were measured"
+
+    @property
+    def loss(self) -> str:
+        """The accuracy that is lost, with its interval."""
+        return f"a loss of {self.intact - self.value:.2f} [{self.lost[0]:.2f}, {self.lost[1]:.2f}]"
 
     @property
     def beside(self) -> list[str]:
@@ -130,12 +152,13 @@ class Verdict:
         )
 
 
-def is_large(claim: Claim, intact: float, value: float, least: float) -> bool:
-    """Returns whether a necessary set costs enough accuracy, or a sufficient one keeps enough."""
-    if claim == "necessary":
-        return bool(intact - value >= least - ROUNDING)
-    # Of an intact accuracy of 0 any set keeps the share that is asked for.
-    return bool(value >= least * intact - ROUNDING and value > 0)
+def _interval_of_loss(accuracies: Table, name: str) -> tuple[float, float]:
+    """The interval over prompts of the accuracy that is lost when these heads are ablated, in the rows of one kind."""
+    assert accuracies.values is not None and accuracies.weights is not None
+    intact, with_set = (int((accuracies.frame["ablated"] == each).to_numpy().argmax()) for each in ("nothing", name))
+    change = accuracies.values[[intact]] - accuracies.values[[with_set]]
+    low, high = proportion_change(change, accuracies.weights[[intact]], yes_or_no=True)
+    return float(low[0]), float(high[0])
 
 
 def as_extreme(claim: Claim, controls: Float[ndarray, " draw"], value: Any) -> Bool[ndarray, " draw"]:
@@ -151,7 +174,8 @@ def verdict_of(
     # Through `iter`: `dict` takes whatever has `keys` for a mapping, and those of a pandas group are no method.
     by_name = dict(iter(accuracies.frame.groupby("ablated")))
     prefix, name = ("", "named") if claim == "necessary" else ("rest of ", "rest")
-    tested = by_name.get(name, by_name["nothing"]).iloc[0]  # all heads were named: there is no rest
+    name = name if name in by_name else "nothing"  # all heads were named: there is no rest
+    tested = by_name[name].iloc[0]
     draws = {kind: by_name.get(f"{prefix}{row}") for kind, row in CONTROL_ROWS.items()}
     return Verdict(
         claim,
@@ -161,6 +185,7 @@ def verdict_of(
         float(tested["value"]),
         float(tested["low"]),
         float(tested["high"]),
+        _interval_of_loss(accuracies, name),
         {kind: tuple(map(float, rows["value"])) for kind, rows in draws.items() if rows is not None},
         thresholds.least(claim),
         thresholds.alpha,

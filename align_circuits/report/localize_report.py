@@ -280,6 +280,8 @@ def _because(verdict: Verdict, claim: str) -> str:
     if verdict.holds:
         beside = "lower than without" if verdict.claim == "necessary" else "higher than with"
         return f", {beside} as many others: {claim}"
+    if verdict.unclear:
+        return f", {verdict.loss}, which so few prompts do not tell from none: it is not shown that {claim}"
     if not verdict.large:
         little = "too small a loss" if verdict.claim == "necessary" else "too little"
         return f", {little} to show that {claim}"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
-from scipy.special import betaincinv, expit, logit, stdtrit
+from scipy.special import betaincinv, expit, logit, ndtri, stdtrit
 
 COVERAGE = 0.95
 """The coverage of every interval in the package."""
@@ -128,17 +128,65 @@ def proportion(
 
 
 def proportion_change(
-    values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]
+    values: Float[ndarray, "row prompt"],
+    weights: Float[ndarray, "row prompt"],
+    yes_or_no: Bool[ndarray, " row"] | bool = False,
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
     """Returns an interval of mean changes of a proportion, in [-1, 1]: that of `proportion` for (1 + change)/2.
 
     So it stays inside, and is exact where a proportion changes alike in all prompts or in none, as accuracy often does:
     there `mean_interval` has no spread to judge by.
 
-    Args and errors as in `proportion`, of changes in [-1, 1].
+    Where each prompt is one target, which is right or wrong before and after, nothing lies between the changes -1, 0
+    and 1, and the interval is that of the score test of paired proportions (Tango, 1998, "Equivalence test and
+    confidence interval for the difference in proportions for the paired-sample design").
+
+    Args:
+        values: A mean change for each row and prompt, in [-1, 1]; anything, NaN included, where the weight is 0.
+        weights: How many targets each mean rests on; 0 where there is none.
+        yes_or_no: The rows of which every target is right or wrong, and no share.
+
+    Returns:
+        Lower and upper ends; NaN for a row with weight in fewer than two prompts.
+
+    Raises:
+        ValueError: No prompts.
     """
     low, high = proportion((1 + values) / 2, weights)
-    return 2 * low - 1, 2 * high - 1
+    low, high = 2 * low - 1, 2 * high - 1
+    counts = (weights > 0).sum(1)
+    rows = yes_or_no & np.isin(weights, (0, 1)).all(1) & (np.isin(values, (-1, 0, 1)) | (weights == 0)).all(1)
+    rows &= counts > 1
+    changed = values[rows], weights[rows] > 0
+    gained, lost = (((changed[0] == sign) & changed[1]).sum(1) for sign in (1, -1))
+    low[rows], high[rows] = _paired_score_interval(gained, lost, counts[rows])
+    return low, high
+
+
+def _paired_score_interval(
+    gained: Int[ndarray, " row"], lost: Int[ndarray, " row"], n: Int[ndarray, " row"]
+) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
+    """Tango's interval of (gained - lost)/n, found by bisection: the score falls as the supposed difference rises."""
+    mean = (gained - lost) / n
+
+    def score(difference: Float[ndarray, " row"]) -> Float[ndarray, " row"]:
+        # The most likely chance of a loss if the difference is this is the root of a quadratic, over 4n.
+        linear = (2 * n - gained + lost) * difference - gained - lost
+        root = np.sqrt(np.maximum(linear**2 + 8 * n * lost * difference * (1 - difference), 0))
+        variance = n * ((root - linear) / (2 * n) + difference * (1 - difference))
+        with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 at means of -1 and 1, which are left out below
+            return n * (mean - difference) / np.sqrt(np.maximum(variance, 0))
+
+    def crossing(low: Float[ndarray, " row"], high: Float[ndarray, " row"], level: float) -> Float[ndarray, " row"]:
+        for _ in range(50):
+            middle = (low + high) / 2
+            above = score(middle) > level
+            low, high = np.where(above, middle, low), np.where(above, high, middle)
+        return (low + high) / 2
+
+    quantile, ones = float(ndtri(TAILS[1])), np.ones(len(mean))
+    ends = crossing(-ones, mean, quantile), crossing(mean, ones, -quantile)
+    return np.where(mean == -1, -1.0, ends[0]), np.where(mean == 1, 1.0, ends[1])
 
 
 def betting_interval(

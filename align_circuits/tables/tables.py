@@ -5,6 +5,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -43,6 +44,9 @@ BASELINES = "baselines"
 
 SHARES = ("accuracy", "choice_accuracy", "prob", "interchange", "corrupted_correct")
 """Metrics in [0, 1]."""
+
+YES_OR_NO = tuple(metric for metric in SHARES if metric != "prob")
+"""Those of which each target of a model gives 0 or 1."""
 
 LIMITS = {"log_prob": (-np.inf, 0.0), "kl": (0.0, np.inf)}
 """The least and the most that other metrics can be."""
@@ -122,8 +126,10 @@ class Table:
         low, high = np.full((2, len(values)), np.nan)
         # A share that is 1 in every prompt has no spread, but an exact bound; other metrics have no bound.
         rest = ~(np.broadcast_to(bounded, len(values)) | changes)
-        of_rows = (bounded, stats.proportion), (changes, stats.proportion_change), (rest, stats.mean_interval)
-        for rows, interval in of_rows:
+        changes = np.broadcast_to(changes, len(values))
+        yes_or_no = "metric" in keys and keys["metric"].isin(YES_OR_NO).to_numpy(bool)[changes]
+        of_changes = partial(stats.proportion_change, yes_or_no=yes_or_no)
+        for rows, interval in ((bounded, stats.proportion), (changes, of_changes), (rest, stats.mean_interval)):
             rows = np.broadcast_to(rows, len(values))
             low[rows], high[rows] = interval(values[rows], weights[rows])
         for metric, (least, most) in LIMITS.items():
@@ -529,7 +535,8 @@ class Table:
         if (shares := _measured_shares(self) & _measured_shares(right)).any():
             reach = 1 if _are_levels(self) and _are_levels(right) else 2
             change = (values[shares] - other[shares]) / reach
-            bounded = np.stack(stats.proportion_change(change, weights[shares])) * reach
+            yes_or_no = (reach == 1) & self.frame["metric"][shares].isin(YES_OR_NO).to_numpy(bool)
+            bounded = np.stack(stats.proportion_change(change, weights[shares], yes_or_no)) * reach
             unlike = (weights[shares] != other_weights[shares]).any(1)
             low[shares], high[shares] = np.where(unlike, np.nan, bounded)
         return low, high

@@ -95,7 +95,7 @@ def test_control_sets_are_measured_until_the_claim_is_lost(as_bad, measured):
 
 
 def verdict(tested: float, controls: Any, alpha: float = 0.05) -> Verdict:
-    return Verdict("necessary", ((0, 0),), 8, 1.0, tested, 0.0, 1.0, controls, 0.01, alpha)
+    return Verdict("necessary", ((0, 0),), 8, 1.0, tested, 0.0, 1.0, (0.01, 1.0), controls, 0.01, alpha)
 
 
 def test_more_than_one_draw_may_do_as_well_where_alpha_allows_it():

@@ -39,7 +39,7 @@ def test_a_result_shows_itself(small):
     assert small.summary == "lookup: L1H2.\nA token is correct in 0.75 [0.50, 0.88] of cases (2 test prompts).\nA < B."
     intact = "A token is correct in 0.75 [0.50, 0.88] of cases (2 test prompts)."
     assert none.summary == f"No head passes every test.\n{intact}\nA < B."
-    verdict = Verdict("necessary", ((1, 2),), 8, 1.0, 0.5, 0.4, 0.6, {"layers": (0.9,)}, 0.1, 0.5)
+    verdict = Verdict("necessary", ((1, 2),), 8, 1.0, 0.5, 0.4, 0.6, (0.4, 0.6), {"layers": (0.9,)}, 0.1, 0.5)
     judged = replace(small, verdicts=(verdict,), task=TaskFacts(notes=("A < B.", "C.", "D.")))
     heads, sets = pd.read_html(StringIO(judged._repr_html_()))
     evidence = {"score": "0.62 [0.00, 1.00]", "corrected p": 0.03}
@@ -80,7 +80,7 @@ def test_members_of_a_group_are_told_by_how_they_were_found(small):
 def test_a_large_share_of_the_model_is_said_to_be(small, total, of, said):
     """Of all named heads together."""
     heads = tuple((0, head) for head in range(5))
-    verdict = Verdict("necessary", heads, total, 1.0, 0.5, 0.4, 0.6, {}, 0.1, 0.05, **of)
+    verdict = Verdict("necessary", heads, total, 1.0, 0.5, 0.4, 0.6, (0.4, 0.6), {}, 0.1, 0.05, **of)
     summary = replace(small, verdicts=(verdict,)).summary
     assert ("of the model's" in summary) is (said is not None)
     assert said is None or f"The named heads are {said} of the model's" in summary
@@ -88,7 +88,7 @@ def test_a_large_share_of_the_model_is_said_to_be(small, total, of, said):
 
 def test_verdicts_on_roles_are_told_by_whether_they_hold(small):
     def verdict(role: str, value: float, controls: Any) -> Verdict:
-        return Verdict("necessary", ((1, 2),), 8, 1.0, value, 0.0, 1.0, controls, 0.1, 0.5, role=role)
+        return Verdict("necessary", ((1, 2),), 8, 1.0, value, 0.0, 1.0, (0.01, 1.0), controls, 0.1, 0.5, role=role)
 
     verdicts = (
         verdict("a", 0.95, {}),

@@ -1,5 +1,6 @@
 """Names and verdicts, from tables written by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from align_circuits.heads.candidates import attending, attending_diffusely, caus
 from align_circuits.heads.role_tests import RoleTests, diffuse_aligners, named_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import Verdict, verdict_of
+from align_circuits.tables.intervals import proportion_change
 from align_circuits.tables.provenance import Provenance
 
 FOUND = {"score": 0.5, "attention": 0.3, "q": 0.05, "ablation": 0.01, "denoising": -0.2}
@@ -142,25 +144,48 @@ def test_an_aligner_at_one_distance_needs_the_control_and_a_diffuse_one_is_told_
         assert named_heads(replace(by_place, table=controlled), candidates) == {role: kept}
 
 
+def sets_of(**shares: Sequence[float]) -> ac.Table:
+    """Accuracy on twenty prompts of one target with each set ablated: the first of them are right."""
+    named = [(name.replace("_", " "), share) for name, drawn in shares.items() for share in drawn]
+    right = np.array([np.arange(20) < round(20 * share) for _, share in named], dtype=float)
+    keys = pd.DataFrame([name for name, _ in named], columns=["ablated"])
+    return ac.Table.from_prompts(keys, right, np.ones_like(right), Provenance("localize"))
+
+
 def test_a_verdict_is_read_from_the_rows_of_its_claim():
-    rows = {"nothing": [0.9], "named": [0.2], "rest": [0.7], "random": [0.8, 0.85], "rest of random": [0.3, 0.35]}
-    rows |= {"matched": [0.75], "rest of matched": [0.25], "lookup": [0.6]}
-    values = [(name, value, value - 0.1, value + 0.1) for name, drawn in rows.items() for value in drawn]
-    frame = pd.DataFrame(values, columns=["ablated", "value", "low", "high"]).assign(n=5)
-    heads, needed = [(0, 1), (0, 3)], Thresholds()
+    rows = {"nothing": [0.9], "named": [0.2], "rest": [0.7], "random": [0.8, 0.85], "rest_of_random": [0.3, 0.35]}
+    rows |= {"matched": [0.75], "rest_of_matched": [0.25], "lookup": [0.6]}
+    table, heads, needed = sets_of(**rows), [(0, 1), (0, 3)], Thresholds()
     cases: Any = (
         ("necessary", 0.2, {"layers": (0.8, 0.85), "scores": (0.75,)}, needed.min_drop),
         ("sufficient", 0.7, {"layers": (0.3, 0.35), "scores": (0.25,)}, needed.min_retained),
     )
     for claim, value, controls, least in cases:
-        verdict = verdict_of(claim, heads, ac.Table(frame, Provenance("localize")), 6, needed, role="lookup")
-        assert (verdict.intact, verdict.value, verdict.controls, verdict.least) == (0.9, value, controls, least)
-        assert (verdict.low, verdict.high) == pytest.approx((value - 0.1, value + 0.1))
+        verdict = verdict_of(claim, heads, table, 6, needed, role="lookup")
+        assert (verdict.intact, verdict.value, verdict.least) == pytest.approx((0.9, value, least))
+        assert verdict.controls == {kind: pytest.approx(draws) for kind, draws in controls.items()}
+        own: Any = table.frame[table.frame["value"].round(2) == value]
+        assert (verdict.low, verdict.high) == (own["low"].item(), own["high"].item())
         assert (verdict.heads, verdict.total, verdict.alpha) == (((0, 1), (0, 3)), 6, needed.alpha)
         assert (verdict.claim, verdict.role, verdict.smallest) == (claim, "lookup", False)
-    no_rest: Any = frame[~frame["ablated"].str.startswith("rest")]
-    verdict = verdict_of("sufficient", heads, ac.Table(no_rest, Provenance("localize")), 2, needed)
+    del rows["rest"], rows["rest_of_random"], rows["rest_of_matched"]
+    verdict = verdict_of("sufficient", heads, sets_of(**rows), 2, needed)
     assert verdict.value == 0.9 and verdict.controls == {}, "with all heads named there is no rest"
+
+
+def test_a_set_is_not_necessary_where_what_it_costs_may_be_nothing():
+    """Of twenty prompts three are lost: more than a tenth, but [-.04, .36]; six are [.11, .52]."""
+    for value, holds in ((0.85, False), (0.7, True)):
+        verdict = verdict_of("necessary", [(0, 1)], sets_of(nothing=[1.0], named=[value]), 6, Thresholds())
+        change = -1.0 * (np.arange(20) >= round(20 * value))
+        low, high = proportion_change(change[None], np.ones((1, 20)), yes_or_no=True)
+        assert verdict.lost == pytest.approx((-high.item(), -low.item()))
+        assert verdict.large is holds and verdict.unclear is not holds
+    few = verdict_of("necessary", [(0, 1)], sets_of(nothing=[1.0], named=[0.85]), 6, Thresholds())
+    assert few.sentence == (
+        "Not shown to be necessary: with the named 1 of 6 heads ablated, accuracy is 0.85 [0.60, 0.96] (a loss of 0.15 "
+        "[-0.04, 0.36] may be none, so no control sets were measured: take more prompts)."
+    )
 
 
 def test_a_verdict_by_hand():
@@ -168,6 +193,7 @@ def test_a_verdict_by_hand():
         controls = {"layers": draws} if draws else {}
         least = 0.1 if claim == "necessary" else 0.9
         fields = {"heads": ((0, 1),), "total": 8, "intact": 0.8, "low": 0.0, "high": 1.0, "least": least, "alpha": 0.25}
+        fields |= {"lost": (0.01, 1.0)}
         return Verdict(claim=claim, value=value, controls=controls, **{**fields, **changes})
 
     assert verdict("necessary", 0.3, 0.3, 0.4, 0.2).p == {"layers": 3 / 4}

@@ -67,6 +67,10 @@ def test_the_headline_says_what_was_found_in_the_words_of_the_task_and_if_the_mo
             "but other sets of as many heads may do the same",
         ),
         ((replace(better, value=0.99, controls={}), enough), "too small a loss to show that the model needs them."),
+        (
+            (replace(better, value=0.85, lost=(-0.04, 0.36), controls={}), enough),
+            ", a loss of 0.15 [-0.04, 0.36], which so few prompts do not tell from none: it is not shown that",
+        ),
         ((replace(better, controls={}), enough), "but no control sets were drawn: it is not shown that"),
         (
             (replace(better, controls={"layers": (1.0,) * 18}), enough),

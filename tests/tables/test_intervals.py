@@ -1,6 +1,7 @@
 """Intervals: beside a loop over prompts left out, scipy, and their promised coverage."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from legs import slow_but
 from refusals import refused
 from scipy.optimize import brentq
 from scipy.special import expit, logit
-from scipy.stats import binomtest
+from scipy.stats import binomtest, multinomial
 from scipy.stats import t as student
 
 from align_circuits.tables import intervals as stats
@@ -313,14 +314,76 @@ def test_changes_of_accuracy_are_covered_where_most_prompts_change_alike(n, lost
 
 
 def test_student_s_interval_does_not_cover_changes_of_accuracy():
-    """What the change log says; and the two examples of `docs/intervals.md`."""
+    """What the change log says."""
     values = np.random.default_rng(4).choice([0.0, 1.0], p=[0.97, 0.03], size=(2000, 4))
     low, high = stats.mean_interval(values, np.ones((2000, 4)))
     assert ((low <= 0.03) & (high >= 0.03)).mean() < 0.15
-    for changes, ends in (([0.0] * 12, (-0.26, 0.26)), ([1.0] * 10 + [0.0] * 2, (0.42, 0.97))):
-        np.testing.assert_allclose(
-            np.ravel(stats.proportion_change(np.array([changes]), np.ones((1, 12)))), ends, atol=5e-3
-        )
+
+
+def changes_of(gained: Sequence[int], lost: Sequence[int], n: int) -> Any:
+    """Changes of one target a prompt: that of each prompt, for each row's numbers of gains and losses."""
+    place = np.arange(n)
+    rows = [
+        (place < won) * 1.0 - ((place >= won) & (place < won + gone)) for won, gone in zip(gained, lost, strict=True)
+    ]
+    return np.array(rows, float)
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "n", "yes_or_no", "ends"),
+    [
+        # Computed by others: Fagerland, Lydersen and Laake (2014, Statistics in Medicine 33), airway reactivity.
+        (1, 7, 21, True, (-0.517, -0.026)),
+        # `docs/intervals.md`
+        (0, 0, 12, True, (-0.24, 0.24)),
+        (10, 0, 12, True, (0.39, 0.95)),
+        (0, 9, 32, True, (-0.45, -0.14)),
+        (0, 0, 12, False, (-0.26, 0.26)),
+        (10, 0, 12, False, (0.42, 0.97)),
+        (0, 9, 32, False, (-0.47, -0.05)),
+        # All alike
+        (0, 12, 12, True, (-1.0, -0.52)),
+        (12, 0, 12, True, (0.52, 1.0)),
+    ],
+)
+def test_changes_of_one_target_a_prompt(gained, lost, n, yes_or_no, ends):
+    values = changes_of([gained], [lost], n)
+    interval = np.ravel(stats.proportion_change(values, np.ones((1, n)), yes_or_no))
+    np.testing.assert_allclose(interval, ends, atol=5e-4 if n == 21 else 5e-3)
+
+
+@pytest.mark.parametrize("n", [8, 32])
+def test_changes_of_one_target_a_prompt_are_covered_whatever_their_chances(n):
+    """Exactly, over all outcomes: mean and least coverage over a grid of chances; and shorter than with values between.
+
+    `docs/intervals.md` has the numbers.
+    """
+    gained, lost = (each.ravel() for each in np.indices((n + 1, n + 1)))
+    possible = gained + lost <= n
+    gained, lost = gained[possible], lost[possible]
+    values, ones = changes_of(gained, lost, n), np.ones((len(gained), n))
+    low, high = stats.proportion_change(values, ones, yes_or_no=True)
+    chances = np.linspace(0, 1, 21)
+    covered, lengths, wider = [], [], []
+    with_values_between = np.subtract(*stats.proportion_change(values, ones)[::-1])
+    for win, lose in ((win, lose) for win in chances for lose in chances if win + lose <= 1 + 1e-9):
+        outcome = np.stack([gained, lost, n - gained - lost], 1)
+        weight = multinomial.pmf(outcome, n, [win, lose, max(0.0, 1 - win - lose)])
+        inside = (low <= win - lose + 1e-9) & (win - lose - 1e-9 <= high)
+        covered.append((weight * inside).sum())
+        lengths.append((weight * (high - low)).sum())
+        wider.append((weight * with_values_between).sum())
+    assert min(covered) >= 0.929
+    assert 0.95 <= np.mean(covered) <= 0.98
+    assert np.mean(lengths) <= 0.9 * np.mean(wider)
+
+
+def test_where_a_share_may_be_asked_of_several_targets_values_between_are_guarded_against():
+    values, weights = changes_of([0, 0], [9, 9], 32), np.ones((2, 32))
+    weights[1, 0] = 2
+    low, high = stats.proportion_change(values, weights, np.array([True, True]))
+    np.testing.assert_array_equal((low[1], high[1]), np.ravel(stats.proportion_change(values[1:], weights[1:])))
+    assert high[0] < high[1]
 
 
 @pytest.mark.parametrize("n", [16, 64])

@@ -261,7 +261,7 @@ def test_a_difference_of_shares_stays_within_its_bounds():
     keys = pd.DataFrame({"metric": ["accuracy", "log_prob"]})
     right = np.array([[1.0] * 8, [0.0] * 8])
     left = right - np.array([0] + [1] * 7)
-    expected = np.stack(intervals.proportion_change((left - right)[:1], np.ones((1, 8))))[:, 0]
+    expected = np.stack(intervals.proportion_change((left - right)[:1], np.ones((1, 8)), yes_or_no=True))[:, 0]
 
     def difference(verb: str, weights: Any = 1.0, **columns: Any) -> Any:
         made = [
