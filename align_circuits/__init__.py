@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from align_circuits.circuits.head_attribution import attribute_heads as attribute_heads
     from align_circuits.heads.ablate import ablate_heads as ablate_heads
     from align_circuits.heads.ablate import ablation_baseline as ablation_baseline
+    from align_circuits.heads.head_sets import ablate_together as ablate_together
     from align_circuits.heads.interchange_interventions import interchange_accuracy as interchange_accuracy
     from align_circuits.heads.localization import Localization as Localization
     from align_circuits.heads.localize_heads import localize as localize
@@ -56,6 +57,7 @@ _PUBLIC = {
     "circuits.faithful": ("faithfulness",),
     "circuits.head_attribution": ("attribute_heads",),
     "heads.ablate": ("ablate_heads", "ablation_baseline"),
+    "heads.head_sets": ("ablate_together",),
     "heads.interchange_interventions": ("interchange_accuracy",),
     "heads.localization": ("Localization",),
     "heads.localize_heads": ("localize",),

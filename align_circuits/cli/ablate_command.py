@@ -1,5 +1,6 @@
 """`align-circuits ablate`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -8,12 +9,16 @@ from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb, named_h
 from align_circuits.cli.folders import Results
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.effects import check_screen
+from align_circuits.heads.head_sets import ablate_together
+from align_circuits.heads.localization import share_sentences
+from align_circuits.report import plots
+from align_circuits.report.page import legend_of
 from align_circuits.run.target_metrics import Metric
 
 
 @dataclass(frozen=True)
 class Ablate(EffectVerb):
-    """Ablates every head alone with `ablate_heads`, or each of some."""
+    """Ablates every head alone with `ablate_heads`, or each of some; or some together with `ablate_together`."""
 
     how: Literal["mean", "resample", "zero"] = "mean"
     """"mean" over tokens of the same kind, or of aligned texts over those at one position; "resample" from another
@@ -23,15 +28,26 @@ class Ablate(EffectVerb):
     screen: float | None = None
     """Of all heads only this share, such as .25, is ablated: those whose effect is largest as a gradient estimates it.
     The others' estimates are marked as such. By default every head is ablated."""
+    together: bool = False
+    """Whether the heads of --heads are ablated together to their means, and then all others, beside as many random
+    heads: does the model need them, and do they suffice?"""
+    n_controls: int = 20
+    """With --together: how many random sets of the same layers are drawn, and of similar scores; 19 at least for a
+    p-value of .05."""
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""
         heads = named_heads(self.heads)
         check_screen(self.screen)  # both before the model is loaded
+        if self.together:
+            self._measure_together(results, heads)
+        else:
+            self._measure_each(results, heads)
+
+    def _measure_each(self, results: Results, heads: Sequence[str] | None) -> None:
         model, prompts, _ = self.prepare()
-        metrics: list[Metric] = [
-            *dict.fromkeys((self.metric, "accuracy"))
-        ]  # which tells whether the model solves the task
+        # Accuracy tells whether the model solves the task.
+        metrics: list[Metric] = [*dict.fromkeys((self.metric, "accuracy"))]
         table = ablate_heads(
             model, prompts, self.how, heads=heads, metrics=metrics, screen=self.screen, options=self.options
         )
@@ -50,6 +66,34 @@ class Ablate(EffectVerb):
             how=f"{counted(prompts)}, ablation to {replaced_by}, change of {self.metric}",
             title=f"Heads of {self.model} ablated",
             what=f"Change of {IN_WORDS[self.metric]} when one head is ablated (to {replaced_by})",
-            but="A head whose work others take over shows no change: ablate such heads together, in Python by "
-            "evaluate(model, prompts, edits=[Ablate(heads)]).",
+            but="A head whose work others take over shows no change: ablate such heads together, with --together.",
+        )
+
+    def _measure_together(self, results: Results, heads: Sequence[str] | None) -> None:
+        if heads is None:
+            raise ValueError("--together: name the heads that are ablated together, as --heads L2H3 L4H0")
+        if (self.how, self.screen, self.metric) != ("mean", None, "log_prob"):
+            raise ValueError(
+                "--together ablates to means and measures accuracy: leave out --how, --screen and --metric"
+            )
+        model, prompts, _ = self.prepare()
+        table, verdicts = ablate_together(
+            model, prompts, heads, n_controls=self.n_controls, seed=self.seed, options=self.options
+        )
+        told = [*(verdict.sentence for verdict in verdicts), *share_sentences(verdicts)]
+        intact = f"accuracy is {verdicts[0].intact:.2f}"
+        print(f"{self.model}: {counted(prompts)}; intact, {intact}\n")
+        print("\n".join(f"  {sentence}" for sentence in told))
+        drawn = any(verdict.controls for verdict in verdicts)
+        dots = "Each set of other heads is a dot; they are measured until it is clear whether they do as well."
+        self.finish(
+            results,
+            table,
+            title=f"Heads of {self.model} ablated together",
+            summary=f"Intact, {intact}. " + "\n\n".join(told),
+            sections=[
+                ("Accuracy without them", dots if drawn else "", plots.ablation(table)),
+                ("A prompt", legend_of(prompts), prompts.to_html()),
+                ("All numbers", "", table),
+            ],
         )

@@ -13,8 +13,20 @@ from align_circuits.hooks.head_names import Head
 CALIPER = 0.25
 """How far a score may lie from that of the head for which a control is taken."""
 
+MOST_CONTROLS = 10_000
+"""More control sets would be drawn, and run, for days."""
+
 _TRIES = 3
 """How many sets are drawn for each that is wanted, before heads that are less alike are drawn too."""
+
+
+def check_controls(count: int) -> None:
+    """Raises a ValueError if there cannot be so many control sets."""
+    if not 0 <= count <= MOST_CONTROLS:
+        raise ValueError(
+            f"n_controls={count}: give the number of sets of random heads to ablate, 0 for none, at most "
+            f"{MOST_CONTROLS:,}"
+        )
 
 
 def controls_of(

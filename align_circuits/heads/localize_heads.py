@@ -19,15 +19,9 @@ from align_circuits.heads.candidates import (
     limits,
     mattering,
 )
-from align_circuits.heads.evidence import (
-    Evidence,
-    Example,
-    HeadSets,
-    check_names,
-    evidence_table,
-    judged,
-    smallest_sets,
-)
+from align_circuits.heads.control_sets import check_controls
+from align_circuits.heads.evidence import Evidence, Example, check_names, evidence_table
+from align_circuits.heads.head_sets import HeadSets, judged, smallest_sets
 from align_circuits.heads.heads_without_role import effects_of_others, unnamed_heads
 from align_circuits.heads.interchange_interventions import answers_differ, interchange_accuracy
 from align_circuits.heads.localization import Localization, TaskFacts
@@ -58,9 +52,6 @@ from align_circuits.run.pairs import Pair
 from align_circuits.run.unedited_runs import shared_runs
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task, first_half
 from align_circuits.tasks.task import Task, sampled
-
-MOST_CONTROLS = 10_000
-"""More control sets would be drawn, and run, for days."""
 
 
 @checked
@@ -140,11 +131,7 @@ def localize(
     if n is None:
         n = len(task.prompts) if isinstance(task, OwnPrompts) else 64
     check_count(n)
-    if not 0 <= n_controls <= MOST_CONTROLS:
-        raise ValueError(
-            f"n_controls={n_controls}: give the number of sets of random heads to ablate, 0 for none, at most "
-            f"{MOST_CONTROLS:,}"
-        )
+    check_controls(n_controls)
     with shared_runs(model):
         tokenizer = getattr(model, "tokenizer", None)
         prompts = sampled(task, n, tokenizer, seed)

@@ -170,6 +170,11 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["score", *SMALL, "--metrics", "lokup"], "no metric 'lokup' for these prompts: did you mean 'lookup'? they"),
         (["patch", *SMALL, "--heads", "2.3"], "--heads 2.3: write layer 2, head 3 as L2H3"),
         (["ablate", *SMALL, "--heads", "2.3"], "--heads 2.3: write layer 2, head 3 as L2H3"),
+        (["ablate", *SMALL, "--together"], "--together: name the heads that are ablated together"),
+        (
+            ["ablate", *SMALL, "--together", "--heads", "L0H0", "--how", "zero"],
+            "--together ablates to means and measures",
+        ),
         (["benchmark", "--circuits", "1000"], "--circuits 1000: give 1 to 140"),
         (["scroe"], "did you mean 'score'?"),
         (["explain"], "no verb 'explain': choose one of score, evaluate"),
@@ -578,6 +583,23 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
             assert ("In brackets, and below as normalised" in text) == bool(shares.notna().any())
     assert main(["rerun", str(tmp_path / "patch")]) == 0
     assert "same: all " in capsys.readouterr().out
+
+
+def test_heads_that_are_ablated_together_get_verdicts(tmp_path, capsys):
+    heads, out = ["L0H1", "L1H2"], tmp_path / "set"
+    assert main(["ablate", "--together", *SMALL, "--n-controls", "3", "--heads", *heads, "--out", str(out)]) == 0
+    task = ac.Seq2SeqTask(x_len=3, n_examples=4)
+    model = ac.planted_circuit(task, seed=0)
+    prompts = task.sample(6, model.tokenizer, seed=0)
+    table, verdicts = ac.ablate_together(model, prompts, heads, n_controls=3)
+    np.testing.assert_array_equal(Table.load(out).frame["value"], table.frame["value"])
+    printed, page = capsys.readouterr().out, (out / "report.html").read_text(encoding="utf-8")
+    text = html.unescape(re.sub("<[^>]+>", "", page))
+    for verdict in verdicts:
+        assert f"\n  {verdict.sentence}\n" in printed and verdict.sentence in text
+    assert f"planted: 6 prompts; intact, accuracy is {verdicts[0].intact:.2f}\n" in printed
+    assert "Accuracy without them" in text
+    assert main(["rerun", str(out)]) == 0
 
 
 @pytest.mark.parametrize("verb", slow_but(["ablate"], ["patch", "ablate"]))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.candidates import hopeless_notes, remedies
-from align_circuits.heads.evidence import judged
+from align_circuits.heads.head_sets import judged
 from align_circuits.heads.permutation_tests import p_values, smallest_p_values
 from align_circuits.heads.redrawn_keys import fixed_rank
 from align_circuits.report import save_localization
