@@ -9,12 +9,12 @@ import warnings
 from pathlib import Path
 
 import pytest
+from help_texts import parser_help
 from tqdm import tqdm
 
 import align_circuits as ac
 from align_circuits.cli import main
 from align_circuits.cli.entry import PROGRESS, VERBS, Output, in_options, verb_class, warnings_as_lines
-from align_circuits.cli.help_texts import parser_help
 from align_circuits.jobs.control_characters import printable
 from align_circuits.prompts.jsonl import read_jsonl
 
@@ -47,7 +47,7 @@ def test_the_kept_help_is_that_of_the_parser(verb, capsys):
     printed = capsys.readouterr().out
     assert VERBS[verb][:40] in printed
     assert not re.search(r"\{?\[\{|\{\[|None|[TF]alse|True|.{81}", printed), "words of Python, or too wide a line"
-    assert printed == parser_help(verb), "options have changed: python -m align_circuits.cli.help_texts"
+    assert printed == parser_help(verb), "options have changed: python tests/help_texts.py"
 
 
 def test_the_line_of_a_file_of_prompts_in_the_help_can_be_read(tmp_path):

@@ -1,6 +1,6 @@
-"""The help of the verbs, kept as text in `help/`: the options that it is made from take seconds to import.
+"""The help of the verbs, kept in `align_circuits/cli/help/` as text: what it is made from takes seconds to import.
 
-After options have changed, `python -m align_circuits.cli.help_texts` writes it anew.
+After options have changed, `python tests/help_texts.py` writes it anew.
 """
 
 import os
@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from align_circuits.cli.entry import MACHINE, VERBS, parse_verb
 
-FOLDER = Path(__file__).parent / "help"
+FOLDER = Path(__file__).parents[1] / "align_circuits/cli/help"
 
 WIDTH = 80
 """Columns."""
