@@ -17,6 +17,7 @@ from align_circuits.report.page import Section, legend_of
 from align_circuits.report.plots.figure_parts import UNITS, kinds_of
 from align_circuits.report.plots.position_figures import position_labels
 from align_circuits.run.pairs import Direction, Pair
+from align_circuits.tables.intervals import COVERAGE
 from align_circuits.tables.tables import Table
 
 NORMALISED = (
@@ -242,7 +243,10 @@ def best_of(table: Table, metric: str) -> str:
     first: Any = largest[:5]
     unclear = [head_value(row) for _, row in first[_holds_zero(first) & (first["value"].abs() > least)].iterrows()]
     larger = f". Larger than some of these, but with an interval that holds 0: {', '.join(unclear)}"
-    more = f". Smaller: {smaller} more" if smaller else ""
+    intervals = int(table.frame["low"].notna().sum())
+    by_chance = round((1 - COVERAGE) * intervals)
+    chance = f" (of {intervals} intervals some {by_chance} leave out 0 by chance alone)" if by_chance else ""
+    more = f". Smaller: {smaller} more{chance}" if smaller else ""
     return (", ".join(map(head_value, best)) or none) + against + more + (larger if unclear else "")
 
 

@@ -777,6 +777,9 @@ def test_larger_effects_in_the_other_direction_are_named():
     of_one = effect_command_base.best_of(Table(harmful, Provenance("patch")), "a")
     assert of_one.startswith("L0H7 0.50 [0.40, 0.60]. In the other direction: L0H0 -8.00"), "though six are larger"
     assert of_one.count("[") == 7 and of_one.endswith(". Smaller: 1 more")
+    many = pd.concat([frame.assign(layer=layer) for layer in range(5)])
+    of_many = effect_command_base.best_of(Table(many, Provenance("patch")), "a")
+    assert ". Smaller: 29 more (of 40 intervals some 2 leave out 0 by chance alone)" in of_many
 
 
 def test_evaluate_takes_texts_without_answers_and_tells_each_place_once(tmp_path, capsys):
