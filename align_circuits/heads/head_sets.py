@@ -65,12 +65,14 @@ def ablate_together(
 
     Raises:
         ValueError: No heads, a head that the model does not have, all of its heads, a negative number of controls, or
-            prompts without targets.
+            fewer than two prompts.
     """
     chosen = heads_of(model.cfg, heads)
     if not 0 < len(chosen) < len(heads_of(model.cfg)):
         raise ValueError(f"{len(chosen)} of {len(heads_of(model.cfg))} heads: give at least one, and not all")
     check_controls(n_controls)
+    if len(prompts) < 2:
+        raise ValueError(f"{len(prompts)} prompts: give at least two, dozens for an interval that tells much")
     deciding, metric = judged(prompts)
     with shared_runs(model):
         scores = score_heads(model, deciding, [*deciding.relations, "sink"], options=options)

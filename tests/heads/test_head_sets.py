@@ -132,14 +132,15 @@ def test_the_heads_of_a_planted_circuit_are_needed_and_suffice():
 
 
 @pytest.mark.parametrize(
-    ("heads", "more", "said"),
+    ("heads", "count", "more", "said"),
     [
-        ([], {}, "0 of 24 heads: give at least one, and not all"),
-        (["L0H0"], {"n_controls": -1}, "n_controls=-1: give the number of sets of random heads"),
-        (["L9H0"], {}, "L9H0"),
+        ([], 4, {}, "0 of 24 heads: give at least one, and not all"),
+        (["L0H0"], 4, {"n_controls": -1}, "n_controls=-1: give the number of sets of random heads"),
+        (["L9H0"], 4, {}, "L9H0"),
+        (["L0H0"], 1, {}, "1 prompts: give at least two"),
     ],
 )
-def test_a_wrong_set_is_refused(heads, more, said):
+def test_a_wrong_set_is_refused(heads, count, more, said):
     model = ac.planted_circuit(TASK, seed=0)
-    prompts = TASK.sample(4, model.tokenizer, seed=1)
+    prompts = TASK.sample(count, model.tokenizer, seed=1)
     refused(said, ablate_together, model, prompts, heads, **more)
