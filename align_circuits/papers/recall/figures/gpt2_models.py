@@ -106,8 +106,9 @@ class GPT2Setup:
 PAPER = GPT2Setup(RecallWorld.paper())
 """App. B; chains and G are not given there."""
 
-PAPER_S20 = replace(PAPER, grammar_len=20, grammar_lens=(1, 4), seeds=5)
-"""The shortest sequences of Fig. 6: a tenth of the computation."""
+PAPER_S20 = replace(PAPER, grammar_len=20, grammar_lens=(1, 4), seeds=6)
+"""The shortest sequences of Fig. 6: a tenth of the computation. The sixth seed was registered after five were seen:
+five that agree are too few for a verdict on a share of seeds."""
 
 SMOKE = GPT2Setup(
     RecallWorld.small(),
