@@ -243,7 +243,7 @@ def best_of(table: Table, metric: str) -> str:
     first: Any = largest[:5]
     unclear = [head_value(row) for _, row in first[_holds_zero(first) & (first["value"].abs() > least)].iterrows()]
     larger = f". Larger than some of these, but with an interval that holds 0: {', '.join(unclear)}"
-    intervals = int(table.frame["low"].notna().sum())
+    intervals = int(np.isfinite(table.frame["low"].to_numpy(dtype=float)).sum())
     by_chance = round((1 - COVERAGE) * intervals)
     chance = f" (of {intervals} intervals some {by_chance} leave out 0 by chance alone)" if by_chance else ""
     more = f". Smaller: {smaller} more{chance}" if smaller else ""

@@ -535,7 +535,7 @@ class Table:
         if (shares := _measured_shares(self) & _measured_shares(right)).any():
             reach = 1 if _are_levels(self) and _are_levels(right) else 2
             change = (values[shares] - other[shares]) / reach
-            yes_or_no = (reach == 1) & self.frame["metric"][shares].isin(YES_OR_NO).to_numpy(bool)
+            yes_or_no = (reach == 1) & np.isin(self.frame["metric"].to_numpy()[shares], YES_OR_NO)
             bounded = np.stack(stats.proportion_change(change, weights[shares], yes_or_no)) * reach
             unlike = (weights[shares] != other_weights[shares]).any(1)
             low[shares], high[shares] = np.where(unlike, np.nan, bounded)

@@ -1,7 +1,7 @@
 """Intervals: beside a loop over prompts left out, scipy, and their promised coverage."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -320,7 +320,7 @@ def test_student_s_interval_does_not_cover_changes_of_accuracy():
     assert ((low <= 0.03) & (high >= 0.03)).mean() < 0.15
 
 
-def changes_of(gained: Sequence[int], lost: Sequence[int], n: int) -> Any:
+def changes_of(gained: Iterable[int], lost: Iterable[int], n: int) -> Any:
     """Changes of one target a prompt: that of each prompt, for each row's numbers of gains and losses."""
     place = np.arange(n)
     rows = [
