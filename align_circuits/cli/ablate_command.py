@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from align_circuits.cli.command_base import counted
+from align_circuits.cli.command_base import counted, distinct
 from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb, named_heads
 from align_circuits.cli.folders import Results
 from align_circuits.heads.ablate import ablate_heads
@@ -13,7 +13,7 @@ from align_circuits.heads.head_sets import ablate_together
 from align_circuits.heads.localization import share_sentences
 from align_circuits.report import plots
 from align_circuits.report.page import legend_of
-from align_circuits.run.target_metrics import Metric
+from align_circuits.run.target_metrics import CHOICE_ACCURACY, Metric
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class Ablate(EffectVerb):
             model, prompts, heads, n_controls=self.n_controls, seed=self.seed, options=self.options
         )
         told = [*(verdict.sentence for verdict in verdicts), *share_sentences(verdicts)]
-        intact = f"accuracy is {verdicts[0].intact:.2f}"
+        chooses = CHOICE_ACCURACY in set(table.frame["metric"])
+        between = " (how often the right answer is more likely than the wrong one)" if chooses else ""
+        intact = f"accuracy{between} is {verdicts[0].intact:.2f}"
         print(f"{self.model}: {counted(prompts)}; intact, {intact}\n")
         print("\n".join(f"  {sentence}" for sentence in told))
         drawn = any(verdict.controls for verdict in verdicts)
@@ -94,6 +96,6 @@ class Ablate(EffectVerb):
             sections=[
                 ("Accuracy without them", dots if drawn else "", plots.ablation(table)),
                 ("A prompt", legend_of(prompts), prompts.to_html()),
-                ("All numbers", "", table),
+                ("All numbers", "", distinct(table)),
             ],
         )
