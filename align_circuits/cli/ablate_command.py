@@ -7,6 +7,7 @@ from typing import Literal
 from align_circuits.cli.command_base import counted, distinct
 from align_circuits.cli.effect_command_base import IN_WORDS, EffectVerb, named_heads
 from align_circuits.cli.folders import Results
+from align_circuits.cli.workers import Workers
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.effects import check_screen
 from align_circuits.heads.head_sets import ablate_together
@@ -34,6 +35,12 @@ class Ablate(EffectVerb):
     n_controls: int = 20
     """With --together: how many random sets of the same layers are drawn, and of similar scores; 19 at least for a
     p-value of .05."""
+
+    def __call__(self, results: Results) -> None:
+        """Runs the verb."""
+        if self.together and self.workers != Workers():
+            raise ValueError("--together is no sweep that processes share: leave out --jobs and --on")
+        super().__call__(results)
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""
@@ -73,9 +80,7 @@ class Ablate(EffectVerb):
         if heads is None:
             raise ValueError("--together: name the heads that are ablated together, as --heads L2H3 L4H0")
         if (self.how, self.screen, self.metric) != ("mean", None, "log_prob"):
-            raise ValueError(
-                "--together ablates to means and measures accuracy: leave out --how, --screen and --metric"
-            )
+            raise ValueError("--together takes means, and accuracy: leave out --how, --screen and --metric")
         model, prompts, _ = self.prepare()
         table, verdicts = ablate_together(
             model, prompts, heads, n_controls=self.n_controls, seed=self.seed, options=self.options
@@ -86,15 +91,15 @@ class Ablate(EffectVerb):
         intact = f"accuracy{between} is {verdicts[0].intact:.2f}"
         print(f"{self.model}: {counted(prompts)}; intact, {intact}\n")
         print("\n".join(f"  {sentence}" for sentence in told))
-        drawn = any(verdict.controls for verdict in verdicts)
         dots = "Each set of other heads is a dot; they are measured until it is clear whether they do as well."
+        dots *= any(verdict.controls for verdict in verdicts)
         self.finish(
             results,
             table,
             title=f"Heads of {self.model} ablated together",
             summary=f"Intact, {intact}. " + "\n\n".join(told),
             sections=[
-                ("Accuracy without them", dots if drawn else "", plots.ablation(table)),
+                ("Accuracy without them", dots, plots.ablation(table)),
                 ("A prompt", legend_of(prompts), prompts.to_html()),
                 ("All numbers", "", distinct(table)),
             ],

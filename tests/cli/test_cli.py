@@ -172,8 +172,12 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["ablate", *SMALL, "--heads", "2.3"], "--heads 2.3: write layer 2, head 3 as L2H3"),
         (["ablate", *SMALL, "--together"], "--together: name the heads that are ablated together"),
         (
+            ["ablate", *SMALL, "--together", "--heads", "L0H0", "--jobs", "2"],
+            "--together is no sweep that processes share",
+        ),
+        (
             ["ablate", *SMALL, "--together", "--heads", "L0H0", "--how", "zero"],
-            "--together ablates to means and measures",
+            "--together takes means, and accuracy: leave out",
         ),
         (["benchmark", "--circuits", "1000"], "--circuits 1000: give 1 to 140"),
         (["scroe"], "did you mean 'score'?"),
