@@ -25,7 +25,7 @@ GROUPS = {
     "Measure a model": {
         "score": "Score every attention head: how far it attends where your relations, or the task's, say it should.",
         "evaluate": "Evaluate a model on prompts: accuracy and other metrics, for a task beside reference accuracies.",
-        "ablate": "Ablate every head alone: what the model loses without it.",
+        "ablate": "Ablate heads, each alone or some together: what the model loses without them.",
         "patch": "Patch every head from clean into corrupted prompts: what it restores.",
         "attribute": "Estimate what patching every head would do, from gradients.",
         "localize": "Name the heads that attend as your relations, or the task's, say; test if the model needs them.",
