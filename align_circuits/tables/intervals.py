@@ -152,14 +152,16 @@ def proportion_change(
     Raises:
         ValueError: No prompts.
     """
-    low, high = proportion((1 + values) / 2, weights)
-    low, high = 2 * low - 1, 2 * high - 1
+    if values.shape[1] == 0:
+        raise ValueError("no prompts, so no interval: give at least one")
     counts = (weights > 0).sum(1)
-    rows = yes_or_no & np.isin(weights, (0, 1)).all(1) & (np.isin(values, (-1, 0, 1)) | (weights == 0)).all(1)
-    rows &= counts > 1
-    changed = values[rows], weights[rows] > 0
-    gained, lost = (((changed[0] == sign) & changed[1]).sum(1) for sign in (1, -1))
-    low[rows], high[rows] = _paired_score_interval(gained, lost, counts[rows])
+    single = yes_or_no & np.isin(weights, (0, 1)).all(1) & (np.isin(values, (-1, 0, 1)) | (weights == 0)).all(1)
+    single &= counts > 1
+    low, high = np.empty((2, len(values)))
+    low[~single], high[~single] = (2 * end - 1 for end in proportion((1 + values[~single]) / 2, weights[~single]))
+    change, counted = values[single], weights[single] > 0
+    gained, lost = (((change == sign) & counted).sum(1) for sign in (1, -1))
+    low[single], high[single] = _paired_score_interval(gained, lost, counts[single])
     return low, high
 
 
