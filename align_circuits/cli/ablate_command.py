@@ -32,14 +32,16 @@ class Ablate(EffectVerb):
     together: bool = False
     """Whether the heads of --heads are ablated together to their means, and then all others, beside as many random
     heads: does the model need them, and do they suffice?"""
-    n_controls: int = 20
-    """With --together: how many random sets of the same layers are drawn, and of similar scores; 19 at least for a
-    p-value of .05."""
+    n_controls: int | None = None
+    """With --together: how many random sets of the same layers are drawn, and of similar scores, by default 20; 19 at
+    least for a p-value of .05."""
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         if self.together and self.workers != Workers():
             raise ValueError("--together is no sweep that processes share: leave out --jobs and --on")
+        if self.n_controls is not None and not self.together:
+            raise ValueError("--n-controls is for --together: give both, or neither")
         super().__call__(results)
 
     def measure(self, results: Results) -> None:
@@ -82,24 +84,24 @@ class Ablate(EffectVerb):
         if (self.how, self.screen, self.metric) != ("mean", None, "log_prob"):
             raise ValueError("--together takes means, and accuracy: leave out --how, --screen and --metric")
         model, prompts, _ = self.prepare()
-        table, verdicts = ablate_together(
-            model, prompts, heads, n_controls=self.n_controls, seed=self.seed, options=self.options
-        )
+        count = 20 if self.n_controls is None else self.n_controls
+        table, verdicts = ablate_together(model, prompts, heads, n_controls=count, seed=self.seed, options=self.options)
         told = [*(verdict.sentence for verdict in verdicts), *share_sentences(verdicts)]
         chooses = CHOICE_ACCURACY in set(table.frame["metric"])
         between = " (how often the right answer is more likely than the wrong one)" if chooses else ""
         intact = f"accuracy{between} is {verdicts[0].intact:.2f}"
         print(f"{self.model}: {counted(prompts)}; intact, {intact}\n")
         print("\n".join(f"  {sentence}" for sentence in told))
+        drawn = any(verdict.controls for verdict in verdicts)
         dots = "Each set of other heads is a dot; they are measured until it is clear whether they do as well."
-        dots *= any(verdict.controls for verdict in verdicts)
         self.finish(
             results,
             table,
+            settings={name: value for name, value in self.settings.items() if name not in ("how", "screen", "metric")},
             title=f"Heads of {self.model} ablated together",
             summary=f"Intact, {intact}. " + "\n\n".join(told),
             sections=[
-                ("Accuracy without them", dots, plots.ablation(table)),
+                ("Accuracy without them", dots if drawn else "", plots.ablation(table)),
                 ("A prompt", legend_of(prompts), prompts.to_html()),
                 ("All numbers", "", distinct(table)),
             ],

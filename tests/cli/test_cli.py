@@ -170,6 +170,7 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["score", *SMALL, "--metrics", "lokup"], "no metric 'lokup' for these prompts: did you mean 'lookup'? they"),
         (["patch", *SMALL, "--heads", "2.3"], "--heads 2.3: write layer 2, head 3 as L2H3"),
         (["ablate", *SMALL, "--heads", "2.3"], "--heads 2.3: write layer 2, head 3 as L2H3"),
+        (["ablate", *SMALL, "--n-controls", "5"], "--n-controls is for --together: give both, or neither"),
         (["ablate", *SMALL, "--together"], "--together: name the heads that are ablated together"),
         (
             ["ablate", *SMALL, "--together", "--heads", "L0H0", "--jobs", "2"],
@@ -603,6 +604,7 @@ def test_heads_that_are_ablated_together_get_verdicts(tmp_path, capsys):
         assert f"\n  {verdict.sentence}\n" in printed and verdict.sentence in text
     assert f"planted: 6 prompts; intact, accuracy is {verdicts[0].intact:.2f}\n" in printed
     assert "Accuracy without them" in text
+    assert not {"metric", "how", "screen"} & Table.load(out).provenance.settings.keys()
     assert main(["rerun", str(out)]) == 0
 
 
