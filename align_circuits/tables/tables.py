@@ -815,8 +815,8 @@ def _asked(table: Table, key: str) -> set[str]:
 
 
 def _are_levels(table: Table) -> bool:
-    """Whether the numbers of a table are metrics themselves, and not changes of them."""
-    return all(each.verb in (*_LEVELS, "evaluate") for each in joined_in(table))
+    """Whether the numbers of a table are metrics themselves, as with sets of heads ablated, and not changes of them."""
+    return "ablated" in table.keys or all(each.verb in (*_LEVELS, "evaluate") for each in joined_in(table))
 
 
 def joined_in(table: Table) -> list[Provenance]:

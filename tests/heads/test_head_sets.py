@@ -116,8 +116,8 @@ def test_the_heads_of_a_planted_circuit_are_needed_and_suffice():
     task = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=4)
     model = ac.planted_circuit(task, seed=0)
     prompts = task.sample(24, model.tokenizer, seed=1)
-    parts = [head for head, kind in model.kinds.items() if kind in ("align_query", "align_key", "lookup", "boundary")]
-    parts += [head for head, kind in model.kinds.items() if kind == "previous"]
+    of_circuit = ("align_query", "align_key", "lookup", "boundary", "previous")
+    parts = [head for head, kind in model.kinds.items() if kind in of_circuit]
     table, verdicts = ablate_together(model, prompts, parts, seed=2)
     assert [(verdict.claim, verdict.holds) for verdict in verdicts] == [("necessary", True), ("sufficient", True)]
     assert all(len(draws) == 20 for verdict in verdicts for draws in verdict.controls.values())
@@ -128,7 +128,12 @@ def test_the_heads_of_a_planted_circuit_are_needed_and_suffice():
         assert table.where(ablated=name, kind="first").frame["value"].item() == pytest.approx(alone.frame["value"][0])
     assert table.provenance.verb == "ablate_together"
     idle = [head for head in model.kinds if head not in parts][:2]
-    assert not any(verdict.large for verdict in ablate_together(model, prompts, idle)[1])
+    without_idle, of_idle = ablate_together(model, prompts, idle)
+    assert not any(verdict.large for verdict in of_idle)
+    rows = {"ablated": "named", "kind": "first"}
+    fall = (table.where(**rows) - without_idle.where(**rows)).frame.iloc[0]
+    assert -1 <= fall["low"] < fall["value"] < fall["high"] < 0, "a difference of accuracies lies in [-1, 1]"
+    assert (fall["low"], fall["high"]) == pytest.approx((-verdicts[0].lost[1], -verdicts[0].lost[0]))
 
 
 @pytest.mark.parametrize(
