@@ -72,7 +72,7 @@ def ablate_together(
         raise ValueError(f"{len(chosen)} of {len(heads_of(model.cfg))} heads: give at least one, and not all")
     check_controls(n_controls)
     if len(prompts) < 2:
-        raise ValueError(f"{len(prompts)} prompts: give at least two, dozens for an interval that tells much")
+        raise ValueError(f"{len(prompts)} of at least two prompts: give dozens, for an interval that tells much")
     deciding, metric = judged(prompts)
     with shared_runs(model):
         scores = score_heads(model, deciding, [*deciding.relations, "sink"], options=options)

@@ -142,7 +142,7 @@ def test_the_heads_of_a_planted_circuit_are_needed_and_suffice():
         ([], 4, {}, "0 of 24 heads: give at least one, and not all"),
         (["L0H0"], 4, {"n_controls": -1}, "n_controls=-1: give the number of sets of random heads"),
         (["L9H0"], 4, {}, "L9H0"),
-        (["L0H0"], 1, {}, "1 prompts: give at least two"),
+        (["L0H0"], 1, {}, "1 of at least two prompts: give dozens"),
     ],
 )
 def test_a_wrong_set_is_refused(heads, count, more, said):
