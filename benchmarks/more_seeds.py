@@ -42,8 +42,9 @@ def rows_of(frame: Any, keys: Mapping[str, Any]) -> Bool[ndarray, " row"]:
 
 
 def has_one(keys: Keys, named: Collection[str]) -> bool:
-    """Returns whether a job has one of several values, each as `"COLUMN=VALUE"`."""
-    return any(f"{name}={value}" in named for name, value in keys)
+    """Returns whether a job has one of several values, each as `"COLUMN=VALUE"`, or such pairs joined by `&`."""
+    pairs = {f"{name}={value}" for name, value in keys}
+    return any(pairs.issuperset(each.split("&")) for each in named)
 
 
 def of_all_seeds(keys: Keys) -> Keys:
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("name", help="an experiment, such as recall/heads")
     parser.add_argument("scale", help="one that is kept in docs/results")
     parser.add_argument("--model", nargs="*", default=[], help="what `reproduce` is given")
-    parser.add_argument("--anew", nargs="*", default=[], help="COLUMN=VALUE: measure these again, though they are kept")
+    parser.add_argument("--anew", nargs="*", default=[], help="COLUMN=VALUE&COLUMN=VALUE...: measure these again")
     parser.add_argument("--only", nargs="*", default=[], help="COLUMN=VALUE: measure no others now")
     parser.add_argument("--jobs", type=int, default=1, help="how many processes")
     parser.add_argument("--out", type=Path, required=True, help="a folder")

@@ -50,6 +50,8 @@ def test_seeds_are_named_as_they_are_printed(more_seeds):
     keys = (("arm", "larger steps"), ("seed", 12))
     assert more_seeds.has_one(keys, ["seed=12"]) and more_seeds.has_one(keys, ["seed=1", "arm=larger steps"])
     assert not more_seeds.has_one(keys, ["seed=1", "arm=larger"]) and not more_seeds.has_one(keys, [])
+    assert more_seeds.has_one(keys, ["seed=12&arm=larger steps"])
+    assert not more_seeds.has_one(keys, ["seed=1&arm=larger steps"])
 
 
 def test_kept_rows_stay_and_what_was_measured_anew_takes_their_place(more_seeds):
