@@ -54,7 +54,8 @@ def of_all_seeds(keys: Keys) -> Keys:
 
 def are_over_seeds(frame: Any, keys: Keys) -> Bool[ndarray, " row"]:
     """Returns which rows are over the seeds of a job's keys, such as the means of a course."""
-    return rows_of(frame, dict(of_all_seeds(keys))) & frame["seed"].isna().to_numpy(bool)
+    over_seeds = frame["seed"].isna().to_numpy(bool) if "seed" in frame else False
+    return rows_of(frame, dict(of_all_seeds(keys))) & over_seeds
 
 
 def lacking(study: Study, config: Any, inputs: Inputs, kept: Any, anew: Collection[str] = ()) -> set[Keys]:

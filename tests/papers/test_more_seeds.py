@@ -46,6 +46,11 @@ def test_only_what_is_lacking_is_measured(more_seeds):
     assert wanted((0, 1), "arm=a") == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 
 
+def test_a_table_of_one_seed_has_no_rows_over_seeds(more_seeds):
+    frame = KEPT.frame.drop(columns="seed")
+    assert not more_seeds.are_over_seeds(frame, more_seeds.keys_of(STUDY.jobs((0,), NONE)[0])).any()
+
+
 def test_seeds_are_named_as_they_are_printed(more_seeds):
     keys = (("arm", "larger steps"), ("seed", 12))
     assert more_seeds.has_one(keys, ["seed=12"]) and more_seeds.has_one(keys, ["seed=1", "arm=larger steps"])
