@@ -142,6 +142,7 @@ def emergence_step(
     best: bool = True,
     min_rise: float = MIN_RISE,
     sustained: int = SUSTAINED,
+    floor: float = -np.inf,
     **keys: Any,
 ) -> Table:
     """Returns when a metric emerged, and in how many of several runs, as numbers.
@@ -153,6 +154,7 @@ def emergence_step(
             and layer mean apart. Metrics of the whole model have no heads to choose from.
         min_rise: The smallest rise that counts.
         sustained: The number of probes in a row that must reach a level.
+        floor: The level of chance, if the metric starts below it: to come up to it is no rise.
         **keys: Which rows, such as `kind="first"`, `ood=False`.
 
     Returns:
@@ -181,7 +183,7 @@ def emergence_step(
             {
                 tuple(None if pd.isna(value) else value for value in group): sustained_step(
                     course["step"].to_numpy(float),
-                    course["value"].to_numpy(float),
+                    np.maximum(course["value"].to_numpy(float), floor),
                     min_rise=min_rise,
                     sustained=sustained,
                 )
@@ -200,6 +202,7 @@ def emergence_step(
     measures = pd.concat([rows.assign(measure="step"), rows.assign(measure="emerged")], ignore_index=True)
     by_run, is_share = np.concatenate([values, emerged]), np.repeat([False, True], len(rows))
     settings = {"metric": metric, "best": best, "min_rise": min_rise, "sustained": sustained, "runs": len(tables)}
+    settings |= {"floor": floor} if np.isfinite(floor) else {}
     return Table(
         measures.assign(**over_seeds(by_run, is_share)),
         Provenance("emergence", settings=settings | keys),

@@ -146,6 +146,19 @@ def test_metrics_of_the_whole_model():
     assert found.where(measure="step").frame["value"].item() == 30
 
 
+def test_a_rise_to_chance_is_none():
+    run = table({(None, None): [0.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.9, 0.9, 0.9]}, "choice_accuracy")
+    steps = emergence_step(run, "choice_accuracy").where(measure="step").frame["value"].tolist()
+    assert steps == [10], "half of the rise from 0 is half-way up to chance"
+    found = emergence_step(run, "choice_accuracy", floor=0.5)
+    assert found.where(measure="step").frame["value"].tolist() == [70]
+    assert found.provenance.settings["floor"] == 0.5
+    never = emergence_step(
+        table({(None, None): [0.0, 0.5, 0.5, 0.5, 0.5]}, "choice_accuracy"), "choice_accuracy", floor=0.5
+    )
+    assert never.where(measure="emerged").frame["value"].tolist() == [0]
+
+
 def test_what_makes_no_sense_is_refused():
     refused("ascending", sustained_step, np.array([0.0, 0.0]), np.array([0.1, 0.2]))
     refused("ascending", sustained_step, np.array([0.0]), np.array([math.nan]))
