@@ -103,12 +103,15 @@ soak: $(READY)
 	$(BIN)/python tests/soak/interrupts.py --tries 180
 
 # The pages of `docs` execute every demo, with SmolLM2 where they use it. Legs of one process run two at a time. At the end
-# it prints how long each leg took, and the slowest tests. CI gives a TURN: a quarter of the slow tests, and the documentation
-# (turns 0 and 2), SmolLM2 and the other Pythons (1) or the other packages (3). Without one, as in `check-all`, all legs run.
+# it prints how long each leg took, and the slowest tests. CI gives a TURN: a quarter of the slow tests, and the pages of
+# the documentation (0) or its tutorials (2), SmolLM2 and the other Pythons (1) or the other packages (3). Without one, as
+# in `check-all`, all legs run, and all of the documentation is executed.
 TURN     :=
 TURNS    := 0 1 2 3
 LEGS_1   := test-real $(PYTHONS)
 LEGS_3   := test-tl3 test-neighbours test-four-bit
+EXECUTED_0 := pages
+EXECUTED_2 := tutorials
 NEEDED_0 := $(READYREAL)
 NEEDED_1 := $(READYREAL)
 NEEDED_2 := $(READYREAL)
@@ -127,7 +130,7 @@ check:
 	$(LEG) leg-environments
 	$(BIN)/python tests/rooms.py
 	$(LEG) -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) $(ALONE:%=leg-%)
-	$(if $(filter 1 3,$(TURN)),,$(LEG) leg-docs)
+	$(if $(filter 1 3,$(TURN)),,$(LEG) leg-docs EXECUTED=$(or $(EXECUTED_$(TURN)),all))
 	$(LEG) leg-test
 	$(LEG) leg-test-slow
 	$(BIN)/python tests/slowest.py $(CHECKED)
