@@ -15,7 +15,7 @@ SLACK = 1.1
 
 ROOMS = {
     "align_circuits": (390, 300),
-    "align_circuits/jobs": (1779, 1000),
+    "align_circuits/jobs": (1730, 1000),
     "align_circuits/prompts": (1780, 1300),
     "align_circuits/tables": (1780, 1100),
     "align_circuits/tasks": (2162, 2100),
