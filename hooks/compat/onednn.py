@@ -4,7 +4,7 @@ PyTorch multiplies float32 matrices by MKL, which on AMD's processors stays with
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,10 +18,7 @@ def linear_layers() -> Iterator[None]:
 
     Their outputs differ from those of PyTorch by rounding. Gradients reach activations, never weights.
     """
-    if _applies():
-        with _LinearLayers():
-            yield
-    else:
+    with _LinearLayers() if _applies() else nullcontext():
         yield
 
 
