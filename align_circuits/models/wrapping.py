@@ -66,8 +66,7 @@ def bridge_around(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
             "decoder answers; load a decoder, such as a GPT-2 or a Llama"
         )
     # Codes of 8 bits depend on all tokens of a batch, those to come too.
-    exact = stored_weights.quantization_of(model) is None
-    tokens, expected = _logits_of(model) if exact else (torch.empty(0), torch.empty(0))
+    tokens_and_logits = _logits_of(model) if stored_weights.quantization_of(model) is None else None
     model.set_attn_implementation("eager")  # with any other, hook_pattern would not fire
     try:
         bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config, model_name=name)
@@ -79,8 +78,8 @@ def bridge_around(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
             f"layer {patterns.index(False)} of this {type(model).__name__} has no attention pattern: only "
             "transformers whose layers all attend can be analysed"
         )
-    if exact:
-        _check_same_logits(bridge, tokens, expected)
+    if tokens_and_logits is not None:
+        _check_same_logits(bridge, *tokens_and_logits)
     fused_projections.remember_fused(bridge)
     if tokenizer is not None:
         # TransformerLens's own set-up loads the tokenizer again by name and may add tokens; ids must not change.
@@ -147,7 +146,7 @@ def _check_same_logits(bridge: Any, tokens: Tensor, expected: Tensor) -> None:
     ]
     hooks = [(name_of(*point), partial(note, point=point)) for point in points if name_of(*point) in bridge.hook_dict]
     refusal = f"TransformerLens cannot run this {bridge.cfg.architecture}"
-    with _running(bridge.original_model, refusal), evaluating(bridge):
+    with _running(bridges.wrapped(bridge), refusal), evaluating(bridge):
         logits = bridge.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]
     distance = _apart(logits, expected)
     if distance > _allowed(expected):
