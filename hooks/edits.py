@@ -641,12 +641,8 @@ class Clamp(Edit):
             new[prompt[runs, None], heads, query[runs, None] - first] = rows[:, None].expand(-1, len(heads), -1).to(new)
             return new
 
-        heads_by_layer = layers_of(cfg, "pattern", self.heads)
-        return {
-            name_of("pattern", layer): partial(change, name_of("pattern", layer), heads)
-            for layer, heads in heads_by_layer.items()
-            if heads is not None
-        }
+        names = {name_of("pattern", layer): heads for layer, heads in layers_of(cfg, "pattern", self.heads).items()}
+        return {name: partial(change, name, heads) for name, heads in names.items() if heads is not None}
 
     def start(self, context: BatchContext) -> int:
         """The first query of the relation in any prompt of the batch; the number of columns if there is none."""

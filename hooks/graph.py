@@ -137,10 +137,8 @@ class Graph:
         # Where heads share keys L2H3.k is no receiver, but L2KV1.k: the hint tells which belong to the head.
         if match := re.match(r"L(\d+)H(\d+)", name):
             layer, head = int(match[1]), int(match[2])
-            in_layer = [
-                receiver for receiver in self.receivers if receiver.layer == layer and receiver.head is not None
-            ]
-            inputs = ", ".join(receiver.name for receiver in in_layer if head // receiver.shared == receiver.head)
+            of_head = (each for each in self.receivers if (each.layer, each.head) == (layer, head // each.shared))
+            inputs = ", ".join(receiver.name for receiver in of_head)
             hint = f"; {match[0]} reads through {inputs}" if inputs else ""
         return _index(name, [receiver.name for receiver in self.receivers], "receiver", hint)
 
