@@ -16,7 +16,7 @@ from align_circuits.hooks.compat import architectures, attention_functions, brid
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import modules_in, once_a_call
 from align_circuits.hooks.names import Site, name_of
-from align_circuits.hooks.probes import Change
+from align_circuits.hooks.probes import Change, applied
 
 ATTENTION = "align_circuits_probe"
 """The name under which our attention function is registered with transformers, on first use."""
@@ -107,9 +107,7 @@ class AttentionParts:
 
     def change(self, site: Site, module: nn.Module, activation: Tensor) -> Tensor:
         """Returns a part, or what replaces it."""
-        change = self.changes.get(name_of(site, bridges.layer_of(module)))
-        replaced = None if change is None else change(activation)
-        return activation if replaced is None else replaced
+        return applied(self.changes, name_of(site, bridges.layer_of(module)), activation)
 
     def need(self, site: Site, module: nn.Module) -> bool:
         """Whether a part is read or replaced."""

@@ -5,7 +5,7 @@ A bridge over a Hugging Face model gives its parts through `compat/unhooked.py`;
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -230,13 +230,11 @@ class _BridgeDecoder:
     def unembed(self, residual: Tensor) -> Tensor:
         return unhooked.unembed(self.bridge, residual)
 
-    @contextmanager
-    def _edited(self, layer: int, edits: Mapping[Site, Change]) -> Iterator[None]:
+    def _edited(self, layer: int, edits: Mapping[Site, Change]) -> AbstractContextManager[Any]:
         """Edits what exists only inside a layer of Hugging Face's, where nothing but a hook reaches it."""
         hooks = [(name_of(site, layer), partial(_fired, change)) for site, change in edits.items()]
         # A bridge lists all its hook points even where no hook is to be attached, and this runs in every layer.
-        with self.bridge.hooks(fwd_hooks=hooks) if hooks else nullcontext():
-            yield
+        return self.bridge.hooks(fwd_hooks=hooks) if hooks else nullcontext()
 
 
 def _fired(change: Change, activation: Tensor, hook: Any) -> Tensor | None:  # noqa: ARG001 - TransformerLens's keyword

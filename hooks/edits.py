@@ -15,7 +15,7 @@ from torch import Tensor
 
 from align_circuits.checks import checked
 from align_circuits.hooks.compat import architectures, bridges
-from align_circuits.hooks.head_names import HeadLike, describe, head_of, layers_of
+from align_circuits.hooks.head_names import HeadLike, describe, head_of, layers_of, shared_at
 from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.names import Site, at_padding, has_heads_first, is_pattern, name_of
 from align_circuits.hooks.probes import Change, Probes, dry_run
@@ -117,8 +117,7 @@ def _check_heads_apart(edit: Edit, model: HookedModel) -> None:
     if not isinstance(edit, _AtSite) or not len(edit.heads) or edit.site not in ("q", "k"):
         return
     for layer, columns in layers_of(model.cfg, edit.site, edit.heads, ()).items():
-        heads = model.cfg.n_heads if edit.site == "q" else getattr(model.cfg, "n_key_value_heads", None)
-        if columns is not None and len(columns) < (heads or model.cfg.n_heads):
+        if columns is not None and len(columns) < model.cfg.n_heads // shared_at(model.cfg, edit.site):
             check_heads_apart(model, layer, edit.site)
 
 
@@ -174,11 +173,8 @@ def _settings(edit: Edit) -> dict[str, str]:
         value = getattr(edit, setting.name)
         # By identity, since a comparison with a tensor gives a tensor; by value what compares to one truth value.
         empty = isinstance(value, Sequence | Mapping) and not len(value)
-        if (
-            not empty
-            and value is not setting.default
-            and not (isinstance(value, str | float) and value == setting.default)
-        ):
+        at_default = value is setting.default or (isinstance(value, str | float) and value == setting.default)
+        if not empty and not at_default:
             settings[setting.name] = _in_short(setting.name, value)
     return settings
 
@@ -645,12 +641,8 @@ class Clamp(Edit):
             new[prompt[runs, None], heads, query[runs, None] - first] = rows[:, None].expand(-1, len(heads), -1).to(new)
             return new
 
-        heads_by_layer = layers_of(cfg, "pattern", self.heads)
-        return {
-            name_of("pattern", layer): partial(change, name_of("pattern", layer), heads)
-            for layer, heads in heads_by_layer.items()
-            if heads is not None
-        }
+        names = {name_of("pattern", layer): heads for layer, heads in layers_of(cfg, "pattern", self.heads).items()}
+        return {name: partial(change, name, heads) for name, heads in names.items() if heads is not None}
 
     def start(self, context: BatchContext) -> int:
         """The first query of the relation in any prompt of the batch; the number of columns if there is none."""

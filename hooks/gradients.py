@@ -14,7 +14,7 @@ from align_circuits.hooks.compat import bridges, onednn
 from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
-from align_circuits.hooks.probes import Change, Probes, evaluating
+from align_circuits.hooks.probes import Change, Probes, applied, evaluating
 
 
 @leaves_as_found
@@ -57,8 +57,7 @@ def gradients_at(
 
     def keep(name: str) -> Change:
         def change(activation: Tensor) -> Tensor:
-            new = changed[name](activation) if name in changed else None
-            activation_now = activation if new is None else new
+            activation_now = applied(changed, name, activation)
             kept[name] = activation_now.clone()  # a node of its own, which is passed on
             # The graph may begin here: parameters may be frozen, and activations replaced.
             if not activation_now.requires_grad:

@@ -88,28 +88,23 @@ class Graph:
     @cached_property
     def senders(self) -> tuple[Sender, ...]:
         """All senders, in the order in which they write."""
-        layers = (
-            [Sender(layer, head) for head in range(self.n_heads)] + [Sender(layer)] * self.mlps
-            for layer in range(self.n_layers)
-        )
-        return (Sender(), *(sender for layer in layers for sender in layer))
+        senders = [Sender()]
+        for layer in range(self.n_layers):
+            senders += [Sender(layer, head) for head in range(self.n_heads)] + [Sender(layer)] * self.mlps
+        return tuple(senders)
 
     @cached_property
     def receivers(self) -> tuple[Receiver, ...]:
         """All receivers, in the order in which they read."""
         shared = self.n_heads // self.n_key_heads
-        return (
-            *(
-                receiver
-                for layer in range(self.n_layers)
-                for receiver in (
-                    *(Receiver("q", layer, head) for head in range(self.n_heads)),
-                    *(Receiver(site, layer, head, shared) for site in ("k", "v") for head in range(self.n_key_heads)),
-                    *[Receiver("mlp", layer)] * self.mlps,
-                )
-            ),
-            Receiver("logits", self.n_layers),
-        )
+        receivers: list[Receiver] = []
+        for layer in range(self.n_layers):
+            receivers += [Receiver("q", layer, head) for head in range(self.n_heads)]
+            receivers += [
+                Receiver(site, layer, head, shared) for site in ("k", "v") for head in range(self.n_key_heads)
+            ]
+            receivers += [Receiver("mlp", layer)] * self.mlps
+        return (*receivers, Receiver("logits", self.n_layers))
 
     @cached_property
     def edges(self) -> Bool[Tensor, "receiver sender"]:
@@ -142,10 +137,8 @@ class Graph:
         # Where heads share keys L2H3.k is no receiver, but L2KV1.k: the hint tells which belong to the head.
         if match := re.match(r"L(\d+)H(\d+)", name):
             layer, head = int(match[1]), int(match[2])
-            in_layer = [
-                receiver for receiver in self.receivers if receiver.layer == layer and receiver.head is not None
-            ]
-            inputs = ", ".join(receiver.name for receiver in in_layer if head // receiver.shared == receiver.head)
+            of_head = (each for each in self.receivers if (each.layer, each.head) == (layer, head // each.shared))
+            inputs = ", ".join(receiver.name for receiver in of_head)
             hint = f"; {match[0]} reads through {inputs}" if inputs else ""
         return _index(name, [receiver.name for receiver in self.receivers], "receiver", hint)
 

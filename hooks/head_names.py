@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES
+from align_circuits.hooks.names import LAYER_SITES, SITES
 
 Head = tuple[int, int]
 """(layer, head), both from 0; written `L2H3`."""
@@ -34,7 +34,8 @@ def head_of(given: Any) -> Head:
     if isinstance(given, str):
         if match := re.fullmatch(r"L(\d+)H(\d+)", given):
             return int(match[1]), int(match[2])
-        raise ValueError(f"{given!r} is {_kind_of(given)}: {_GIVE_HEADS}")
+        kind = next((kind for pattern, kind in _OTHER_PARTS.items() if re.fullmatch(pattern, given)), "no head")
+        raise ValueError(f"{given!r} is {kind}: {_GIVE_HEADS}")
     try:
         layer, head = given
         return index(layer), index(head)
@@ -80,11 +81,6 @@ _OTHER_PARTS = {
 """The names of other parts of a model, and what they stand for."""
 
 
-def _kind_of(name: str) -> str:
-    """What a name that is not a head's stands for."""
-    return next((kind for pattern, kind in _OTHER_PARTS.items() if re.fullmatch(pattern, name)), "no head")
-
-
 def shared_at(cfg: Any, site: str) -> int:
     """Returns how many heads share each head of a site: more than one in `k` and `v` under grouped-query attention."""
     if site not in ("k", "v", "rot_k"):
@@ -99,9 +95,8 @@ def layers_of(cfg: Any, site: str, heads: Sequence[HeadLike], layers: Sequence[i
         ValueError: An unknown site, a head or layer that the model does not have, heads at a site of layers or layers
             at a site of heads, or only a part of the heads that share a key head.
     """
-    known = (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)
-    if site not in known:
-        raise ValueError(f"site={site!r}: choose one of {', '.join(known)}")
+    if site not in SITES:
+        raise ValueError(f"site={site!r}: choose one of {', '.join(SITES)}")
     if site in LAYER_SITES:
         if not len(layers) or len(heads):
             raise ValueError(f"an edit of {site!r} takes place at layers: name at least one, and no heads")

@@ -99,9 +99,8 @@ def leaves_as_found(function: Function) -> Function:
 def _own_modes() -> Iterator[None]:
     """Leaves the caller's inference mode, where nothing has a gradient, and autocast, which rounds some products."""
     with ExitStack() as stack:
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # else it would let backward passes run in threads that the caller forbade
+        # Only then, or it would let backward passes run in threads that the caller forbade.
+        if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(device, enabled=False))

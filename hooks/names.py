@@ -1,7 +1,7 @@
 """The names of hook points, as TransformerLens spells them."""
 
 import re
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 HeadSite = Literal["z", "q", "k", "v", "pattern"]
 """Activations of single heads. `z`: the mixture of values, before the output matrix; `q`, `k`, `v`: before rotation.
@@ -26,6 +26,7 @@ ROTATED_SITES: tuple[RotatedSite, ...] = get_args(RotatedSite)
 INSIDE_SITES: tuple[Site, ...] = (*ROTATED_SITES, "v", "pattern", "z")
 """The activations inside an attention function, in the order in which it computes them."""
 LAYER_SITES: tuple[LayerSite, ...] = get_args(LayerSite)
+SITES: tuple[Site, ...] = (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)
 
 
 def name_of(site: Site, layer: int) -> str:
@@ -37,15 +38,13 @@ def name_of(site: Site, layer: int) -> str:
 
 def site_of(name: str) -> tuple[int, Site] | None:
     """Returns layer and site of a hook point, or None for a hook point of no site."""
-    match = re.fullmatch(r"blocks\.(\d+)\.(attn\.hook_|mlp\.hook_|hook_)(\w+)", name)
-    if match is None:
-        return None
-    site = f"mlp_{match[3]}" if match[2] == "mlp.hook_" else match[3]
-    known = (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)
-    # The pattern also matches names of no hook point, such as `blocks.0.attn.hook_resid_pre`.
-    if site not in known or name_of(cast(Site, site), int(match[1])) != name:
-        return None
-    return int(match[1]), cast(Site, site)
+    match = re.fullmatch(r"blocks\.(0|[1-9][0-9]*)\.(.+)", name)
+    site = _SITE_OF.get(match[2]) if match else None
+    return (int(match[1]), site) if match and site else None
+
+
+_SITE_OF = {name_of(site, 0).removeprefix("blocks.0."): site for site in SITES}
+"""The sites by the names of their hook points within a layer."""
 
 
 def is_pattern(name: str) -> bool:

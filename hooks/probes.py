@@ -19,6 +19,12 @@ Change = Callable[[Tensor], Tensor | None]
 """Takes an activation; returns what replaces it, or None if it only reads."""
 
 
+def applied(changes: Mapping[Any, Change], place: Any, activation: Tensor) -> Tensor:
+    """Returns the activation at a place, a hook point or site, after the change there, if there is one."""
+    new = changes[place](activation) if place in changes else None
+    return activation if new is None else new
+
+
 class Probes:
     """Hooks that pass each activation to its function and record that they fired: call `check` after the run."""
 

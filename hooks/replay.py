@@ -21,7 +21,7 @@ from align_circuits.hooks.compat import attention_functions
 from align_circuits.hooks.decoders import Decoder
 from align_circuits.hooks.hooked_model import token_positions
 from align_circuits.hooks.names import Site, is_pattern, name_of, site_of
-from align_circuits.hooks.probes import Change
+from align_circuits.hooks.probes import Change, applied
 
 _ATTENTION_INPUTS: tuple[Site, ...] = ("q", "k")
 
@@ -119,7 +119,7 @@ class _Batch:
         edits = [self.edit_sets[index] for index in self.running]
         if any(name in changes for changes in edits):
             pairs = zip(edits, activation, strict=True)
-            activation = torch.stack([_edited(changes, name, of_edit_set) for changes, of_edit_set in pairs])
+            activation = torch.stack([applied(changes, name, of_edit_set) for changes, of_edit_set in pairs])
         if name in self.keep:
             # Only the unedited run keeps anything, and it is the only one in its batch.
             self.kept[name] = activation[0]
@@ -358,7 +358,7 @@ class Replay:
             before, z = (self._kept(batch, site, layer) for site in ("resid_pre", "z"))
             name = name_of("z", layer)
             # Edited before the columns are cut down to the queries: an edit knows all columns of the batch.
-            z = torch.stack([_edited(batch.edit_sets[index], name, z) for index in joining])
+            z = torch.stack([applied(batch.edit_sets[index], name, z) for index in joining])
             if queries is not None:
                 residual, attended = residual[:, :, queries], attended[:, :, queries]
                 before, z = before[:, queries], z[:, :, queries]
@@ -384,7 +384,7 @@ class Replay:
         if joining := batch.join("mlp_out", layer):
             mlp_out, after = (self._kept(batch, site, layer) for site in ("mlp_out", "resid_post"))
             name = name_of("mlp_out", layer)
-            change = torch.stack([_edited(batch.edit_sets[index], name, mlp_out) - mlp_out for index in joining])
+            change = torch.stack([applied(batch.edit_sets[index], name, mlp_out) - mlp_out for index in joining])
             residual = torch.cat([residual, after + change])
         return batch.edit("resid_post", layer, self._with_joining(batch, "resid_post", layer, residual))
 
@@ -484,7 +484,7 @@ class Replay:
             key, value = (torch.cat(tensors, 2) for tensors in zip(past, (key, value), strict=True))
         mask = self._visible(batch.start, window, None, key.device)[:, None]
         name = name_of("pattern", layer)
-        pattern = _edited(edits, name, pattern_of(query, key, mask, scaling))
+        pattern = applied(edits, name, pattern_of(query, key, mask, scaling))
         if name in batch.keep:
             batch.kept[name] = pattern
         return attended_by(pattern, value)
@@ -595,9 +595,3 @@ def plain_attention(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + (0 if mask is None else mask)
     total = scores.logsumexp(-1)
     return (scores - total[..., None]).exp().to(value) @ value, total
-
-
-def _edited(edits: EditSet, name: str, activation: Float[Tensor, "prompt pos ..."]) -> Tensor:
-    """An activation after the edit at its hook point, where there is one."""
-    new = edits[name](activation) if name in edits else None
-    return activation if new is None else new

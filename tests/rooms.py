@@ -15,11 +15,11 @@ SLACK = 1.1
 
 ROOMS = {
     "align_circuits": (390, 300),
-    "align_circuits/jobs": (1779, 1000),
+    "align_circuits/jobs": (1730, 1000),
     "align_circuits/prompts": (1780, 1300),
     "align_circuits/tables": (1780, 1100),
     "align_circuits/tasks": (2162, 2100),
-    "align_circuits/models": (3325, 2400),
+    "align_circuits/models": (3120, 2400),
     "align_circuits/run": (2215, 1500),
     "align_circuits/heads": (4530, 2600),
     "align_circuits/circuits": (1269, 1100),
@@ -28,7 +28,7 @@ ROOMS = {
     "align_circuits/training": (2026, 1400),
     "align_circuits/cli": (3020, 1500),
     "align_circuits/papers": (10965, 8500),
-    "hooks": (3950, 2600),
+    "hooks": (3920, 2600),
     "tests": (33450, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""

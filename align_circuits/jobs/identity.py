@@ -144,10 +144,10 @@ class _Hashes:
             if not _is_installed(value.__name__):
                 raise Unidentified(f"the module {value.__name__} as a whole")
             yield from ("module", value.__name__, _version(value.__name__))
-        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter | nn.Buffer):
-            yield from _tensor(value)
         elif isinstance(value, nn.Parameter | nn.Buffer):
             yield from ("parameter", str(value.requires_grad), *_tensor(value))
+        elif isinstance(value, Tensor):
+            yield from _tensor(value)
         elif isinstance(value, np.ndarray):
             yield from ("array", str(value.dtype), str(value.shape))
             # The bytes of an array of objects are their addresses.
@@ -171,7 +171,8 @@ class _Hashes:
         kind = type(value)
         yield self.of(kind)
         if _is_of_attributes(value):
-            cached = {name for base in kind.__mro__ for name, of in vars(base).items() if _is_cached(of)}
+            members = (member for base in kind.__mro__ for member in vars(base).items())
+            cached = {name for name, member in members if isinstance(member, cached_property)}
             yield self.of({name: state for name, state in vars(value).items() if name not in cached})
             return
         reduced = value.__reduce_ex__(4)
@@ -200,7 +201,7 @@ class _Hashes:
                 member = member.__func__
             elif isinstance(member, property):
                 member = [member.fget, member.fset]
-            elif _is_cached(member):
+            elif isinstance(member, cached_property):
                 member = member.func
             yield from (name, self.of(member))
 
@@ -303,10 +304,6 @@ def _is_of_attributes(value: Any) -> bool:
     )
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     return usual and hasattr(value, "__dict__") and not slots and not isinstance(value, Mapping | list | tuple | set)
-
-
-def _is_cached(part: Any) -> bool:
-    return isinstance(part, cached_property)
 
 
 def _globals(code: CodeType) -> Iterator[tuple[str, ...]]:

@@ -84,19 +84,12 @@ def read_sweeps(folder: str | Path) -> list[Progress]:
     Args:
         folder: As of `SweepParts`.
     """
-    plans = [
-        (plan.parent, read_object(plan, parts=list, started=(int, float))) for plan in Path(folder).glob(f"*/{_PLAN}")
-    ]
-    sweeps = [
+    sweeps = []
+    for path in Path(folder).glob(f"*/{_PLAN}"):
+        plan = read_object(path, parts=list, started=(int, float))
+        parts = [inside(path.parent, str(name)) for name in plan["parts"]]
         # Sweeps of 0.2.0 before its release have not written what they measure.
-        progress_of(
-            str(plan.get("what", "sweep")),
-            float(plan["started"]),
-            [inside(sweep, str(name)) for name in plan["parts"]],
-            {},
-        )
-        for sweep, plan in plans
-    ]
+        sweeps.append(progress_of(str(plan.get("what", "sweep")), float(plan["started"]), parts, {}))
     return sorted(sweeps, key=lambda progress: -progress.started)
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,10 @@ def stored_dtype(folder: Path, config: Any) -> torch.dtype:
     Raises:
         ValueError: As `shapes_in`.
     """
-    names = () if isinstance(config.dtype, torch.dtype) else (tensor.get_dtype() for _, tensor in _tensors_in(folder))
-    of_files = next((_FLOATS[name] for name in names if name in _FLOATS), torch.float32)
-    return config.dtype if isinstance(config.dtype, torch.dtype) else of_files
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    names = (tensor.get_dtype() for _, tensor in _tensors_in(folder))
+    return next((_FLOATS[name] for name in names if name in _FLOATS), torch.float32)
 
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -203,11 +205,11 @@ def _numbers_in(settings: Any, name: str = "") -> Iterator[tuple[str, int]]:
             yield from _numbers_in(value, name)
 
 
-def outline_of(config: Any, dtype: torch.dtype | None) -> PreTrainedModel:
+def outline_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """Returns the model of a configuration, whose number of layers is plausible, with shapes in place of weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            config, dtype=dtype or config.dtype, attn_implementation="eager", trust_remote_code=False
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
 
 
@@ -350,3 +352,12 @@ def readable_size(count: int) -> str:
 def one_line(error: Exception) -> str:
     """Returns what an error of another library says, in one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def refusing(what: str, remedy: str) -> Iterator[None]:
+    """Raises whatever a library raises within as a ValueError, which says what cannot be used, why, and what to do."""
+    try:
+        yield
+    except Exception as error:  # each reader fails in its own way
+        raise ValueError(f"{what} ({one_line(error)}): {remedy}") from error

@@ -7,6 +7,7 @@ import importlib.util
 import mmap
 import re
 import struct
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from align_circuits.hooks.compat import gguf_metadata, stored_weights
-from align_circuits.models.folder_checks import check_counts, check_memory, memory_of, one_line, outline_of
+from align_circuits.models.folder_checks import check_counts, check_memory, memory_of, outline_of, refusing
 
 _BLOCK = r"(attn_norm|attn_q|attn_k|attn_v|attn_output|ffn_norm|ffn_gate|ffn_up|ffn_down)\.weight"
 _ENDS = r"(token_embd|output_norm|output)\.weight"
@@ -106,7 +107,7 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
         )
     check_counts(path, {"block_count": counted}, len(names))
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
-    try:
+    with _reading(path):
         config = AutoConfig.from_pretrained(path.parent, **source)
         for name, key in LEFT_OUT.get(architecture, {}).items():
             setattr(config, name, metadata.get(key, getattr(config, name)))
@@ -124,8 +125,6 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
             output_loading_info=True,
             **source,
         )
-    except Exception as error:  # whoever reads a garbled file fails in its own way
-        raise _broken(path, error) from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{str(path)!r} lacks {len(missing)} tensors, such as {missing[0]!r}: download it again")
@@ -164,11 +163,9 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
             "tokenizer=, the model's Hugging Face tokenizer or a folder with it"
         )
     how = {"digits_apart": by_bytes and splits == "smollm", "as_llama3": by_bytes and splits in LLAMA3_SPLITS}
-    try:
+    with _reading(path):
         tokenizer = gguf_metadata.gguf_tokenizer(path, **how)
         unlike = gguf_metadata.tokens_of_other_ids(path, tokenizer)
-    except Exception as error:  # whoever reads a garbled file fails in its own way
-        raise _broken(path, error) from error
     if unlike:
         raise ValueError(
             f"the tokenizer in {str(path)!r} has tokens that transformers would cut or give other ids, such as "
@@ -194,11 +191,9 @@ def _header(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns a file's metadata, with the length of every array in its place, and the names of its tensors."""
     if importlib.util.find_spec("gguf") is None:
         raise ImportError("reading a GGUF file needs the package gguf, which is not installed: pip install gguf")
-    try:
+    with _reading(path):
         _check_counts(path)
         metadata, names = gguf_metadata.gguf_header(path)
-    except Exception as error:  # whoever reads a garbled file fails in its own way
-        raise _broken(path, error) from error
     if (parts := metadata.get("split.count", 1)) != 1:
         raise ValueError(
             f"{str(path)!r} is one of {parts} parts of a model: merge them into one file (llama-gguf-split --merge "
@@ -238,8 +233,8 @@ _ARRAY, _WIDTHS = 9, {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8, 11:
 """The types of values in the format: of arrays, and the bytes of each kind of number; all others are texts."""
 
 
-def _broken(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{str(path)!r} cannot be read as a GGUF file ({one_line(error)}): download it again")
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return refusing(f"{str(path)!r} cannot be read as a GGUF file", "download it again")
 
 
 def _rope_factors(path: Path) -> Tensor:

@@ -50,6 +50,7 @@ from align_circuits.models.folder_checks import (
     memory_of,
     one_line,
     outline_of,
+    refusing,
     rows_of,
     settings_in,
     shapes_in,
@@ -334,17 +335,12 @@ def _read(
     check_safetensors(folder)
     check_index(folder, settings)
     check_counts(folder, settings, len(list(shapes_in(folder))))
-    try:
+    with refusing(f"config.json in {str(folder)!r} cannot be used", "correct it, or download the folder again"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         stored = stored_dtype(folder, config)
         slow = stored == torch.bfloat16 and not stored_weights.has_fast_bfloat16(device)
         dtype = dtype or (torch.float32 if slow else stored)
         outline = outline_of(config, dtype)
-    except Exception as error:  # each architecture checks its settings in its own way
-        raise ValueError(
-            f"config.json in {str(folder)!r} cannot be used ({one_line(error)}): correct it, or download the folder "
-            "again"
-        ) from error
     placement: dict[str, Any] = {}
     if quantization is not None:
         placement["quantization_config"] = quantization_config(quantization, outline.dtype)
@@ -507,9 +503,5 @@ def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
     name = settings_in(folder, config).get("tokenizer_class") if (folder / config).is_file() else None
     # AutoTokenizer would read a generic tokenizer beside, say, a Qwen2 model as Qwen2's, with other ids.
     kind = PreTrainedTokenizerFast if name in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
-    try:
+    with refusing(f"the tokenizer in {str(folder)!r} cannot be used", "give another as tokenizer="):
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # each kind of tokenizer checks its files in its own way
-        raise ValueError(
-            f"the tokenizer in {str(folder)!r} cannot be used ({one_line(error)}): give another as tokenizer="
-        ) from error

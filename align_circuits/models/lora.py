@@ -82,13 +82,9 @@ def sharing(model: PreTrainedModel, weights: dict[int, nn.Parameter]) -> PreTrai
 
 def _name_of(bridge: Any) -> str:
     """Returns the name by which an adapter refers to its base: of the package, on the hub, or an absolute path."""
-    name, source = str(bridge.cfg.model_name), str(bridges.wrapped(bridge).name_or_path)
-    path = next((Path(local) for local in (name, source) if _is_local(local)), None)
-    return name if name in BUNDLED or path is None or not _is_local(name) else str(path.resolve())
-
-
-def _is_local(name: str) -> bool:
-    return Path(name).is_dir() or is_gguf(Path(name))
+    name = str(bridge.cfg.model_name)
+    is_local = name not in BUNDLED and (Path(name).is_dir() or is_gguf(Path(name)))
+    return str(Path(name).resolve()) if is_local else name
 
 
 def with_adapter(

@@ -60,13 +60,11 @@ def model_identity(model: HookedModel) -> dict[str, Any]:
 
 def _identity(model: HookedModel) -> dict[str, Any]:
     tokenizer = getattr(model, "tokenizer", None)
-    state = {"modules": identity_of(model_state.settings_of(model))}
-    for name, value in parameters_of(model):
-        state[name] = f"{value.dtype} {tuple(value.shape)} {_weighed(value)}"
     return {
         "provenance": model_provenance(model),
         "tokenizer": None if tokenizer is None else vocabulary_hash(tokenizer),
-        **state,
+        "modules": identity_of(model_state.settings_of(model)),
+        **{name: f"{value.dtype} {tuple(value.shape)} {_weighed(value)}" for name, value in parameters_of(model)},
     }
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from align_circuits.hooks.compat.stored_weights import dequantised
+
 Quantization = Literal["4bit", "8bit"]
 
 
@@ -49,13 +51,6 @@ def keep_exact(model: PreTrainedModel) -> None:
                 f"bitsandbytes dequantises {name} ({'x'.join(map(str, state.shape))}) wrongly on this CPU: take a GPU, "
                 "or compute with whole weights"
             )
-
-
-def dequantised(module: Any) -> Tensor:
-    """Returns the weights `[out, in]` with which a 4-bit layer computes."""
-    import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
-
-    return bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
 
 
 def _plainly(packed: Tensor, state: Any) -> Tensor:

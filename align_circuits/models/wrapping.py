@@ -1,5 +1,7 @@
 """Wraps a Hugging Face decoder in memory as a TransformerLens bridge, and checks that both compute the same."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -64,8 +66,7 @@ def bridge_around(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
             "decoder answers; load a decoder, such as a GPT-2 or a Llama"
         )
     # Codes of 8 bits depend on all tokens of a batch, those to come too.
-    exact = stored_weights.quantization_of(model) is None
-    tokens, expected = _logits_of(model) if exact else (torch.empty(0), torch.empty(0))
+    tokens_and_logits = _logits_of(model) if stored_weights.quantization_of(model) is None else None
     model.set_attn_implementation("eager")  # with any other, hook_pattern would not fire
     try:
         bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config, model_name=name)
@@ -77,8 +78,8 @@ def bridge_around(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
             f"layer {patterns.index(False)} of this {type(model).__name__} has no attention pattern: only "
             "transformers whose layers all attend can be analysed"
         )
-    if exact:
-        _check_same_logits(bridge, tokens, expected)
+    if tokens_and_logits is not None:
+        _check_same_logits(bridge, *tokens_and_logits)
     fused_projections.remember_fused(bridge)
     if tokenizer is not None:
         # TransformerLens's own set-up loads the tokenizer again by name and may add tokens; ids must not change.
@@ -116,15 +117,8 @@ def _logits_of(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     tokens = torch.linspace(0, last, 8, device=stored_weights.device_of(model)).long()
     # The same but for the last token, which a decoder does not see before.
     changed = torch.cat([tokens[:-1], tokens[:1]])
-    try:
-        with torch.no_grad(), evaluating(model):
-            logits = [model(prompt[None]).logits[0] for prompt in (tokens, changed)]
-    except Exception as error:  # each architecture fails in its own way
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ValueError(
-            f"Hugging Face cannot run this {type(model).__name__} itself: {one_line(error)}{_types_in(model)}"
-        ) from error
+    with _running(model, f"Hugging Face cannot run this {type(model).__name__} itself"), evaluating(model):
+        logits = [model(prompt[None]).logits[0] for prompt in (tokens, changed)]
     # Both are computed alike, so that less than between two ways to compute them is allowed.
     allowed = _allowed(logits[0]) * (1.0 if _is_narrow(logits[0]) else 0.01)
     if _apart(*(some_tokens[:-1] for some_tokens in logits)) > allowed:
@@ -151,16 +145,9 @@ def _check_same_logits(bridge: Any, tokens: Tensor, expected: Tensor) -> None:
         (site, layer) for layer in range(bridge.cfg.n_layers) for site in HEAD_SITES if site != "pattern"
     ]
     hooks = [(name_of(*point), partial(note, point=point)) for point in points if name_of(*point) in bridge.hook_dict]
-    try:
-        with torch.no_grad(), evaluating(bridge):
-            logits = bridge.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # each architecture fails in its own way
-        raise ValueError(
-            f"TransformerLens cannot run this {bridge.cfg.architecture}: {one_line(error)}"
-            f"{_types_in(bridge.original_model)}"
-        ) from error
+    refusal = f"TransformerLens cannot run this {bridge.cfg.architecture}"
+    with _running(bridges.wrapped(bridge), refusal), evaluating(bridge):
+        logits = bridge.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]
     distance = _apart(logits, expected)
     if distance > _allowed(expected):
         raise ValueError(
@@ -177,10 +164,19 @@ def _check_same_logits(bridge: Any, tokens: Tensor, expected: Tensor) -> None:
             )
 
 
-def _types_in(model: PreTrainedModel) -> str:
-    """What to add to an error where weights are of several types, which is then its cause."""
-    types = sorted({str(value.dtype) for value in model.parameters() if value.is_floating_point()})
-    return f"; its weights are of types {' and '.join(types)}: choose one by dtype=" if len(types) > 1 else ""
+@contextmanager
+def _running(model: PreTrainedModel, refusal: str) -> Iterator[None]:
+    """Runs a model without gradients; where it cannot run, raises a ValueError that begins with `refusal`."""
+    try:
+        with torch.no_grad():
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # each architecture fails in its own way
+        # Where weights are of several types, that is the cause.
+        types = sorted({str(value.dtype) for value in model.parameters() if value.is_floating_point()})
+        mixed = f"; its weights are of types {' and '.join(types)}: choose one by dtype=" if len(types) > 1 else ""
+        raise ValueError(f"{refusal}: {one_line(error)}{mixed}") from error
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

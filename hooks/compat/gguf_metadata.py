@@ -52,9 +52,6 @@ def tokens_of_other_ids(path: Path, tokenizer: PreTrainedTokenizerFast) -> list[
     names = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
     metadata, _ = read_gguf_metadata(str(path), names)
     tokens = zip(metadata[names[0]], metadata.get(names[1], []), strict=False)
-    apart = [(index, text) for index, (text, kind) in enumerate(tokens) if kind in _APART]
+    # Control tokens and user-defined ones, by their kind in the format.
+    apart = [(index, text) for index, (text, kind) in enumerate(tokens) if kind in (3, 4)]
     return [text for index, text in apart if tokenizer(text, add_special_tokens=False)["input_ids"] != [index]]
-
-
-_APART = (3, 4)
-"""Control tokens and user-defined ones, by their kind in the format."""

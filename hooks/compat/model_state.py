@@ -36,6 +36,8 @@ _USUAL = {"training": False, "forward": _ABSENT, "context_level": 0, "_is_full_b
 """Attributes of modules that running a model sets, with the values that they mostly have: the mode, the depth of hooks,
 and what stands for a method while the attention function is replaced."""
 
+_NO_SETTINGS = {"_buffers", *_HOOKS, *_USUAL, *_LEFT_BEHIND}
+
 
 def settings_of(model: Any, *, persistent: bool = True) -> list[Any]:
     """Returns what a model's numbers rest on beside its parameters, module by module, for `identity_of`.
@@ -59,7 +61,7 @@ def settings_of(model: Any, *, persistent: bool = True) -> list[Any]:
                 state[name] = configs[id(value)]
         attributes = {}
         if not is_of_library(type(module), (*LIBRARIES, "align_circuits")):  # may compute with anything
-            left_out = {"_parameters", "_modules", "_buffers", *_HOOKS, *_USUAL, *_LEFT_BEHIND}
+            left_out = {"_parameters", "_modules", *_NO_SETTINGS}
             attributes = {name: value for name, value in vars(module).items() if name not in left_out}
         settings.append((type(module), state | attributes | _settings(vars(module))))
     return settings
@@ -67,8 +69,7 @@ def settings_of(model: Any, *, persistent: bool = True) -> list[Any]:
 
 def _settings(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Those attributes that are settings: neither modules and parameters nor what running leaves behind."""
-    left_behind = {"_buffers", *_HOOKS, *_USUAL, *_LEFT_BEHIND}
-    return {name: value for name, value in attributes.items() if name not in left_behind and _is_setting(value)}
+    return {name: value for name, value in attributes.items() if name not in _NO_SETTINGS and _is_setting(value)}
 
 
 def _is_setting(value: Any) -> bool:

@@ -3,8 +3,7 @@
 PyTorch multiplies float32 matrices by MKL, which on AMD's processors stays with AVX2, at half the speed.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,17 +11,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-@contextmanager
-def linear_layers() -> Iterator[None]:
+def linear_layers() -> AbstractContextManager[Any]:
     """Runs linear layers in float32 by oneDNN for the length of a `with`, on processors with AVX-512.
 
     Their outputs differ from those of PyTorch by rounding. Gradients reach activations, never weights.
     """
-    if _applies():
-        with _LinearLayers():
-            yield
-    else:
-        yield
+    return _LinearLayers() if _applies() else nullcontext()
 
 
 def _applies() -> bool:

@@ -106,7 +106,7 @@ def head_weight(attention: Any, name: str, d_head: int) -> Tensor | None:
     if name.startswith("W_"):
         linear = getattr(projection, "base_layer", projection)  # a bridge reads the weight of an adapter transposed
         if is_quantised(linear):
-            return _heads_of(_dequantised(linear), letter, d_head)
+            return _heads_of(dequantised(linear), letter, d_head)
         if linear is not projection:
             weight = linear.weight.detach() if isinstance(linear, nn.Linear) else linear.weight.detach().T
             return _heads_of(weight, letter, d_head)
@@ -129,8 +129,8 @@ def is_quantised(module: Any) -> bool:
     return isinstance(module, nn.Linear) and not module.weight.is_floating_point()
 
 
-def _dequantised(linear: Any) -> Tensor:
-    """The weight of a 4-bit layer, `[out in]`, as every `nn.Linear` has it."""
+def dequantised(linear: Any) -> Tensor:
+    """Returns the weight with which a 4-bit layer computes, `[out in]`, as every `nn.Linear` has it."""
     if getattr(linear.weight, "quant_state", None) is None:
         raise ValueError(
             "edges and direct effects need the weights of the heads, but this model computes with 8-bit codes of its "

@@ -32,19 +32,18 @@ def used_edges(
         heads: How the heads of the circuit are specified; others have no edges.
         units: The circuit's units in each layer that has any.
     """
-    shape, nothing = (len(embedded), 0), torch.zeros_like(embedded)
 
     def touched(directions: Sequence[Tensor]) -> Coordinates:
-        return torch.cat([torch.zeros(shape), *directions], 1).any(1)
+        return torch.cat([torch.zeros(len(embedded), 0), *directions], 1).any(1)
 
     def writes(sender: Sender) -> Coordinates:
         if sender.layer is None:
             return embedded
         if sender.head is None:
             return touched([group.writes for group in units.get(sender.layer, ())])
-        head = heads.get((sender.layer, sender.head))
+        head = heads.get((sender.layer, sender.head), HeadSpec())
         # A term of weight 0 writes nothing.
-        return nothing if head is None else touched([term.write * term.weight for term in head.ov])
+        return touched([term.write * term.weight for term in head.ov])
 
     def reads(receiver: Receiver) -> Coordinates:
         if receiver.site == "logits":

@@ -16,7 +16,7 @@ from align_circuits.hooks.compat import attention_functions, user_code
 from align_circuits.hooks.decoders import Rotation
 from align_circuits.hooks.hooked_model import token_positions
 from align_circuits.hooks.names import Site
-from align_circuits.hooks.probes import Change
+from align_circuits.hooks.probes import Change, applied
 from align_circuits.models.folder_checks import memory_of_machine, readable_size
 
 
@@ -43,17 +43,13 @@ class HandBuiltConfig:
     dtype: torch.dtype = torch.float32
 
 
-def size_of(cfg: HandBuiltConfig) -> int:
-    """Returns how many bytes the weights of a model of this shape take, but for its biases."""
+def check_fits(cfg: HandBuiltConfig) -> None:
+    """Raises a ValueError if the weights of a model of this shape, but for its biases, exceed this machine's memory."""
     key_heads = cfg.n_key_value_heads or cfg.n_heads
     layer = 2 * cfg.d_model * (cfg.d_head * (cfg.n_heads + key_heads) + cfg.d_mlp)
     rows = 2 * cfg.d_vocab + cfg.n_ctx
-    return (cfg.n_layers * layer + rows * cfg.d_model) * cfg.dtype.itemsize
-
-
-def check_fits(cfg: HandBuiltConfig) -> None:
-    """Raises a ValueError if the weights of a model of this shape are more than this machine's memory."""
-    if (needed := size_of(cfg)) > memory_of_machine():
+    needed = (cfg.n_layers * layer + rows * cfg.d_model) * cfg.dtype.itemsize
+    if needed > memory_of_machine():
         raise ValueError(
             f"a model of {cfg.n_layers:,} layers of {cfg.n_heads:,} heads, {cfg.d_model:,} wide, for prompts of "
             f"{cfg.n_ctx:,} tokens takes {readable_size(needed)} of memory, but this machine has "
@@ -293,7 +289,7 @@ class HandBuiltDecoder:
         """The sum of the heads' outputs."""
         weights, module = self._attention[layer], self._model.blocks[layer].attn
         q, k, v = (project(residual) for project in weights.projections)
-        q, k, v = (by_head.transpose(1, 2) for by_head in (_edited(edits, "q", q), _edited(edits, "k", k), v))
+        q, k, v = (by_head.transpose(1, 2) for by_head in (applied(edits, "q", q), applied(edits, "k", k), v))
         return self.output(layer, attention(module, q, k, v, self.cfg.d_head**-0.5, None).flatten(2))
 
     def sdpa(
@@ -337,7 +333,7 @@ class HandBuiltDecoder:
         if edits:
             module = self._model.blocks[layer].mlp
             w_in, b_in, w_out, b_out = module.W_in, module.b_in, module.W_out, module.b_out
-        post = _edited(edits, "mlp_post", functional.linear(residual, w_in.T, b_in).relu_())
+        post = applied(edits, "mlp_post", functional.linear(residual, w_in.T, b_in).relu_())
         return functional.linear(post, w_out.T, b_out)
 
     def unembed(self, residual: Tensor) -> Tensor:
@@ -408,11 +404,6 @@ def _alike(*used: Bool[Tensor, " d_head"]) -> tuple[slice, ...]:
 
 
 _KERNEL_WIDTH = 16
-
-
-def _edited(edits: Mapping[Site, Change], site: Site, activation: Tensor) -> Tensor:
-    new = edits[site](activation) if site in edits else None
-    return activation if new is None else new
 
 
 def _zeros(cfg: HandBuiltConfig, *shape: int) -> nn.Parameter:
