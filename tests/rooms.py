@@ -26,7 +26,7 @@ ROOMS = {
     "align_circuits/localizers": (560, 500),
     "align_circuits/report": (2071, 1700),
     "align_circuits/training": (2026, 1400),
-    "align_circuits/cli": (3000, 1500),
+    "align_circuits/cli": (2990, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3950, 2600),
     "tests": (33390, 20000),
