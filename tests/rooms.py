@@ -24,7 +24,7 @@ ROOMS = {
     "align_circuits/heads": (4530, 2600),
     "align_circuits/circuits": (1269, 1100),
     "align_circuits/localizers": (560, 500),
-    "align_circuits/report": (2071, 1700),
+    "align_circuits/report": (2060, 1700),
     "align_circuits/training": (2026, 1400),
     "align_circuits/cli": (2990, 1500),
     "align_circuits/papers": (10965, 8500),
