@@ -24,12 +24,12 @@ ROOMS = {
     "align_circuits/heads": (4530, 2600),
     "align_circuits/circuits": (1269, 1100),
     "align_circuits/localizers": (560, 500),
-    "align_circuits/report": (2071, 1700),
+    "align_circuits/report": (2060, 1700),
     "align_circuits/training": (2026, 1400),
-    "align_circuits/cli": (3020, 1500),
+    "align_circuits/cli": (2990, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3920, 2600),
-    "tests": (33450, 20000),
+    "tests": (33390, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -71,7 +71,6 @@ class Ablate(EffectVerb):
             results,
             table,
             prompts,
-            self.metric,
             how=f"{counted(prompts)}, ablation to {replaced_by}, change of {self.metric}",
             title=f"Heads of {self.model} ablated",
             what=f"Change of {IN_WORDS[self.metric]} when one head is ablated (to {replaced_by})",

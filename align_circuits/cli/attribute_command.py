@@ -38,7 +38,6 @@ class Attribute(EffectVerb):
             results,
             table,
             pair,
-            self.metric,
             how=f"{counted(pair.clean, 'pair')}, {self.direction}, {self.method} of {self.metric}",
             title=f"Heads of {self.model}: attribution",
             what=f"{what}, estimated by {METHODS[self.method]}",

@@ -187,15 +187,13 @@ class PromptVerb(Verb):
         And with what was warned of when prompts were read.
         """
         made = super().provenance_of(table)
-        made = replace(made, data={**made.data, "warnings": self.doubts}) if self.doubts else made
-        if self.own_task is None:
-            return made
-        task = {
-            **made.data.get("task", {}),
-            "class": made.settings["own_task"],
-            "identity": identity_of_task(self.source),
-        }
-        return replace(made, data={**made.data, "task": task})
+        data = dict(made.data)
+        if self.doubts:
+            data["warnings"] = self.doubts
+        if self.own_task is not None:
+            own = {"class": made.settings["own_task"], "identity": identity_of_task(self.source)}
+            data["task"] = {**data.get("task", {}), **own}
+        return replace(made, data=data)
 
     @cached_property
     def doubts(self) -> list[str]:
@@ -214,8 +212,9 @@ class PromptVerb(Verb):
         """
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             raise ValueError(f"--threads {self.threads}: give 1 to {MOST_THREADS}, or leave it out")
-        lines = [] if self.prompts is None else read_jsonl(self.prompts)[1]  # refuses what is no such file
-        if self.prompts is None and self.targets != "all":
+        if self.prompts is not None:
+            read_jsonl(self.prompts)  # refuses what is no such file
+        elif self.targets != "all":
             raise ValueError("--targets first is about the answers of a file: leave it out, or give --prompts")
         options = self.options  # refuses a bad batch size before the model is loaded
         assert options
@@ -272,7 +271,7 @@ class PromptVerb(Verb):
             if self.targets == "first":
                 clean = clean.select_targets(_is_first)
                 corrupted = None if corrupted is None else corrupted.select_targets(_is_first)
-        self._check_wrong(clean, lines)
+        self._check_wrong(clean)
         print(*self.notes(clean, corrupted), loaded, sep="\n", flush=True)
         return model, clean, corrupted
 
@@ -280,8 +279,8 @@ class PromptVerb(Verb):
         """Returns what the prompts do not allow, which is printed before anything else."""
         return []
 
-    def _check_wrong(self, prompts: Prompts, lines: Sequence[int]) -> None:
-        """Refuses metrics that need wrong answers for prompts without them, which stand in these lines of a file."""
+    def _check_wrong(self, prompts: Prompts) -> None:
+        """Refuses metrics that need wrong answers for prompts without them."""
         if (asked := self.wrong_for) is None:
             return
         if WRONG not in prompts.targets:
@@ -289,12 +288,12 @@ class PromptVerb(Verb):
             if self.prompts is not None:
                 remedy = f'give each line of {str(self.prompts)!r} a "wrong", or choose another metric'
             raise ValueError(f"{asked} compares with a wrong answer, and these prompts have none: {remedy}")
-        if lines and (unknown := prompts.targets[WRONG].isna().to_numpy()).any():
+        if self.prompts is not None and (unknown := prompts.targets[WRONG].isna().to_numpy()).any():
             of_targets = prompts.column("prompt")
             prompt = int(of_targets[int(unknown.argmax())])
-            count = int((of_targets == prompt).sum())
+            count, line = int((of_targets == prompt).sum()), read_jsonl(self.prompts)[1][prompt]
             raise ValueError(
-                f"{str(self.prompts)!r}, line {lines[prompt]}: the answer has {count} tokens and the wrong one another "
+                f"{str(self.prompts)!r}, line {line}: the answer has {count} tokens and the wrong one another "
                 f"number, or some of the same, so that {asked} can compare their first tokens alone: add --targets "
                 "first, or give answers of equally many tokens, none in common"
             )
@@ -343,22 +342,21 @@ class PromptVerb(Verb):
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
         """Makes a verb from its `settings`."""
         default = cls(out=out)
-        known = {option.name for option in fields(cls)} - {"out", "overwrite"}
-        if unknown := sorted(settings.keys() - known - {"out", "overwrite"}):
+        if unknown := sorted(settings.keys() - {option.name for option in fields(cls)}):
             raise ValueError(f"{unknown[0]!r} is no option of {default.verb}: it was written by another version")
         # A run of an earlier version has no settings for later options: these keep their defaults.
-        known &= settings.keys()
-        # Tuples were written as lists, since JSON has no others.
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value := settings[name], list) else value for name in known
-        }
+        values = _with_tuples({name: settings[name] for name in settings.keys() - {"out", "overwrite"}})
         if values.get("prompts") is not None:
             values["prompts"] = Path(values["prompts"])
         for name in ("task", "config"):  # of `tune`
             if name in values:
-                given = {key: tuple(old) if isinstance(old, list) else old for key, old in values[name].items()}
-                values[name] = type(getattr(default, name))(**given)
+                values[name] = type(getattr(default, name))(**_with_tuples(values[name]))
         return replace(default, **values)
+
+
+def _with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings from JSON, with its lists as the tuples that they were."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def counted(prompts: Prompts, noun: str = "prompt", rest: str = "") -> str:

@@ -95,8 +95,9 @@ class Each(Verb):
             if names.count(name) > 1:  # "a/b" and "a-b"
                 name += "_" + sha256(repr((model, variant)).encode()).hexdigest()[:8]
             run = {"command": list(self.command), "model": model, "variant": variant, "run_seed": seed}
-            verb = _parsed(**run)
-            read = {word: _contents(Path(word)) for word in _arguments(**run)[1:] if Path(word).exists()}
+            arguments = _arguments(**run)
+            verb = _parsed(arguments)
+            read = {word: _contents(Path(word)) for word in arguments[1:] if Path(word).exists()}
             if verb.own_task is not None:
                 read[verb.own_task] = told(f"the results of --task {verb.own_task}", verb.source)
             yield {**run, "folder": str(inside(folder, name)), "read": read}
@@ -170,10 +171,9 @@ def _arguments(command: Sequence[str], model: str | None, variant: str, run_seed
     return [*command, *_options(variant), *(() if model is None else ("--model", model)), "--seed", str(run_seed)]
 
 
-def _parsed(command: Sequence[str], model: str | None, variant: str, run_seed: int) -> PromptVerb:
+def _parsed(arguments: Sequence[str]) -> PromptVerb:
     """The verb of a run; wrong options end as they do without `each`."""
     verbs = _verbs()
-    arguments = _arguments(command, model, variant, run_seed)
     if arguments[0] not in verbs:
         raise ValueError(f"no verb {arguments[0]!r} for several models or seeds: give one of {', '.join(verbs)}")
     return parse_verb(*arguments)

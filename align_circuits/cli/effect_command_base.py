@@ -99,7 +99,6 @@ class EffectVerb(SweepVerb):
         results: Results,
         table: Table,
         prompts: Prompts | Pair,
-        metric: str,
         how: str,
         title: str,
         what: str,
@@ -107,7 +106,9 @@ class EffectVerb(SweepVerb):
         caveats: Sequence[str] = (),
     ) -> None:
         """Prints how it was measured and the heads that matter most; writes the results, with `what` and `but`."""
-        tables = dict(sorted(_by_site(table, metric), key=lambda site: -_largest(site[1])))
+        metric = self.metric
+        by_site = _of_sites(_measured(table).where(metric=metric).of_all_targets())
+        tables = dict(sorted(by_site, key=lambda site: -_largest(site[1])))
         clean = prompts.clean if isinstance(prompts, Pair) else prompts
         named = {site: _with_labels(of_site, clean) for site, of_site in tables.items()}
         lines = [(f"{site}: " if site else "") + best_of(of_site, metric) for site, of_site in named.items()]
@@ -171,10 +172,7 @@ def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Pr
         )
     if is_screened:
         screened = table.where(metric=metric, kind="all", estimated=True)
-        largest, bound = (
-            float(np.nanmax(np.abs(of.frame["value"].to_numpy(dtype=float))))
-            for of in (screened, table.where(metric=metric))
-        )
+        largest, bound = _largest(screened), _largest(table.where(metric=metric))
         most = f"at most {largest:.2g} {unit}"
         note = (
             f"To first order, of the heads that were screened out and not run: {most}. Colours are those of All heads."
@@ -199,12 +197,6 @@ def _screened(table: Table) -> list[str]:
         return []
     heads: Any = table.frame.drop_duplicates(["layer", "head"])
     return [f"{int((~heads['estimated']).sum())} of {len(heads)} heads were run; the others have an estimate alone."]
-
-
-def _by_site(table: Table, metric: str) -> Iterator[tuple[str, Table]]:
-    """Yields the measured rows of one metric over all targets, for each site and each group of positions."""
-    of_all = {"kind": "all"} if "kind" in table.keys else {}
-    yield from _of_sites(_measured(table).where(metric=metric, **of_all))
 
 
 def _of_sites(table: Table) -> Iterator[tuple[str, Table]]:
@@ -290,8 +282,8 @@ def _holds_zero(rows: Any) -> Any:
 
 def _count_apart(table: Table) -> int:
     """How many effects are not nothing beside the largest, from 1 to `MOST_DRAWN`."""
-    size = np.abs(table.frame["value"].to_numpy(dtype=float))
-    return max(1, min(MOST_DRAWN, int((size >= LEAST_SHARE * np.nanmax(size, initial=0)).sum())))
+    apart = table.frame["value"].abs() >= LEAST_SHARE * _largest(table)
+    return max(1, min(MOST_DRAWN, int(apart.sum())))
 
 
 def _apart_from_zero(rows: Any) -> list[Any]:

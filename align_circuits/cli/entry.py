@@ -8,7 +8,7 @@ import sys
 import warnings
 import webbrowser
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from io import StringIO
@@ -154,9 +154,18 @@ def parse_verb(name: str, *options: str) -> Any:
     """Returns a verb with its options; wrong ones end the process, as `--help` does."""
     import tyro
 
-    with without_boxes(verb_class(name)):
-        verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
-        return verb.with_defaults(options)
+    kind, out, err = verb_class(name), StringIO(), StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            verb = tyro.cli(kind, args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
+            verb = verb.with_defaults(options)
+    except SystemExit:
+        print(_unboxed(out.getvalue()), end="")
+        if error := err.getvalue():
+            _refuse(f"{_in_a_sentence(kind, _unboxed(error))} ({PROGRAM} {name} --help)")
+        raise
+    sys.stderr.write(err.getvalue())  # what was warned of, such as a broken experiment of another package
+    return verb
 
 
 def _help_of(verb: str, *, everything: bool) -> str:
@@ -220,42 +229,38 @@ def _other(name: str, options: Sequence[str]) -> int:
         return 0
     if len(options) != 1 or (name == "completion" and options[0] not in ("bash", "zsh", "tcsh")):
         return _refuse(usage)
-    return run(options[0])
-
-
-def _status(folder: str) -> int:
-    """Prints how far the runs in a folder are."""
-    from align_circuits.cli.collect_command import print_progress
-
     try:
-        print_progress(Path(folder))
+        run(options[0])
     except ValueError as error:
         return _refuse(str(error))
     return 0
 
 
-def _open(name: str) -> int:
+def _status(folder: str) -> None:
+    """Prints how far the runs in a folder are."""
+    from align_circuits.cli.collect_command import print_progress
+
+    print_progress(Path(folder))
+
+
+def _open(name: str) -> None:
     """Opens a report, or that of a folder."""
     path = Path(name)
     report = (path / "report.html" if path.is_dir() else path).resolve()
     if report.suffix != ".html" or not report.is_file():
-        return _refuse(f"no report in {name!r}: give a folder that a verb wrote, which has a report.html")
+        raise ValueError(f"no report in {name!r}: give a folder that a verb wrote, which has a report.html")
     if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         webbrowser.open(report.as_uri())
     print(report)
-    return 0
 
 
-def _completion(shell: str) -> int:
+def _completion(shell: str) -> None:
     """Prints the completions of all verbs with their options."""
     import tyro
 
     verbs: dict[str, Any] = {name: verb_class(name) for name in VERBS}
-    try:
+    with suppress(SystemExit):  # how tyro ends once it has printed
         tyro.extras.subcommand_cli_from_dict(verbs, prog=PROGRAM, args=["--tyro-print-completion", shell])
-    except SystemExit as done:  # how tyro ends once it has printed
-        return int(done.code or 0)
-    return 0
 
 
 class Output:
@@ -310,20 +315,8 @@ def warnings_as_lines() -> Iterator[None]:
         logger.setLevel(logging.NOTSET)
 
 
-@contextmanager
-def without_boxes(verb: type[Any]) -> Iterator[None]:
-    """Takes the boxes off what the parser of a verb prints in the block, and tells a wrong option in a sentence."""
-    out, err = StringIO(), StringIO()
-    try:
-        with redirect_stdout(out), redirect_stderr(err):
-            yield
-    finally:
-        print(_unboxed(out.getvalue()), end="")
-        if error := err.getvalue():
-            _refuse(f"{_in_a_sentence(verb, _unboxed(error))} (align-circuits {verb.__name__.lower()} --help)")
-
-
 def _unboxed(text: str) -> str:
+    """What the parser prints, without its boxes."""
     lines = []
     for line in text.splitlines():
         inner = line.strip("─│╭╮╰╯├┤").rstrip()

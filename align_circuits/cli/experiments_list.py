@@ -92,13 +92,9 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
         for whose, of in (("claims of the paper" if paper else "claims", of_paper), ("claims beyond it", beyond)):
             lines += [f"  {whose}, {counts}" for counts in _counted(kept, of)]
         for entry in group:
-            times = [(size, taken.get((entry.study.name, size))) for size in ("smoke", "cpu")]
-            known = ", ".join(
-                f"{size} {_duration(seconds)}" if seconds is not None else f"{size} not measured"
-                for size, seconds in times
-            )
+            times = [f"{size} {_duration(taken.get((entry.study.name, size)))}" for size in ("smoke", "cpu")]
             lines.append(f"  {entry.name:<22} {entry.title} [{entry.source}]")
-            lines.append(f"  {'':<22} takes: {known}")
+            lines.append(f"  {'':<22} takes: {', '.join(times)}")
             lines += [f"  {'':<22} claims, {of}" for of in _counted(kept, [entry.name])]
             if (status := _status(entry, folder / entry.name / scale)) is not None:
                 lines.append(f"  {'':<22} done at scale {scale}: {status}")
@@ -122,7 +118,9 @@ def part_of(name: str) -> str:
     return prefix if prefix in PAPERS else VALIDATION if prefix in _VALIDATED else OTHERS
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "not measured"
     return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 

@@ -71,7 +71,6 @@ class Patch(EffectVerb):
             results,
             table,
             pair,
-            self.metric,
             how=f"{counted(pair.clean, 'pair')}, {self.direction}, change of {self.metric}",
             title=f"{'Layers' if chosen == 'each' else 'Heads'} of {self.model} patched",
             what=f"Change of {IN_WORDS[self.metric]} when {description} is patched from {into} prompts",

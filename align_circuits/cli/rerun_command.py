@@ -51,9 +51,7 @@ class Rerun(Verb):
         first, second = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
         if len(first) != len(second) or (np.isnan(first) != np.isnan(second)).any():
             return f"the rows differ: {len(first)} in the first run, {len(second)} in this one; compare the tables"
-        differ = np.flatnonzero(first != second) if len(first) else np.array([], int)
-        # NaN differs even from NaN.
-        differ = differ[~np.isnan(first[differ])]
+        differ = np.flatnonzero((first != second) & ~np.isnan(first))  # NaN differs even from NaN
         if len(differ):
             most = differ[np.abs(second - first)[differ].argmax()]
             keys = after.frame.iloc[most].drop(["value", "low", "high"], errors="ignore").dropna()

@@ -82,17 +82,17 @@ class Tune(PromptVerb):
                 raise ValueError("--method standard is for the translation task: leave it out, or --task")
             prompts = replace(self.task, n_examples=0).sample(self.count, model.tokenizer, seed=self.seed)
         task = self.source
-        if naming and not any(len(prompts.relations.get(name, ())) for name in task.roles):
+        roles = [name for name in task.roles if len(prompts.relations.get(name, ()))]
+        if naming and not roles:
             raise ValueError(f"the prompts have no row of {', '.join(task.roles)}, so no head can be named: --no-heads")
         run = tune(model, task, self.config, seed=self.seed, out=results.new, state=results.folder)
         print(run.log.to_string(index=False, float_format="{:.3g}".format, na_rep="–"))
         before = evaluate(model, prompts, options=self.options)
-        metrics = [name for name in task.roles if len(prompts.relations.get(name, ()))][:MOST_MAPS]
         asked = with_shares(prompts, resolve(prompts, None))
         scores, after = score_and_evaluate(run.model, prompts, asked, options=self.options)
-        highest = {name: ranked(scores, name) for name in metrics}
-        metrics = [name for name in metrics if len(highest[name])]  # no head need have a query of a relation
-        best = ", ".join(f"{name} {head_value(highest[name].iloc[0])}" for name in metrics) or "none"
+        highest = {name: ranked(scores, name) for name in roles[:MOST_MAPS]}
+        highest = {name: rows for name, rows in highest.items() if len(rows)}  # no head need have a query of a relation
+        best = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in highest.items()) or "none"
         summary = (
             f"{task.target_name} is correct in {first_token(before)} of cases before tuning and in "
             f"{first_token(after)} after it"
@@ -107,8 +107,9 @@ class Tune(PromptVerb):
         if (best_heads := run.figures.get("best heads")) is not None:
             sections.append(("The best head over steps", "It may be another head at each step.", best_heads))
         sections += accuracy_sections(after, f"On fresh prompts{references}.", "Accuracy after tuning")
-        if metrics:
-            sections.append(("All heads after tuning", "Tap or hover for a number.", plots.head_maps(scores, metrics)))
+        if highest:
+            maps = plots.head_maps(scores, [*highest])
+            sections.append(("All heads after tuning", "Tap or hover for a number.", maps))
         if naming:
             result = localize(run.model, task, self.count, self.seed, options=self.options)
             save_localization(result, results.new / "heads")

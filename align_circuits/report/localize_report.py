@@ -116,13 +116,12 @@ def _sections(localization: Localization) -> Iterator[Section]:
     rows, heads = sum(map(len, localization.heads_by_role.values())), len(localization.named_heads)
     count = f"{heads} heads{', some of them for several roles' * (rows > heads)}" if heads else "No head is named"
     table = re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
-    controlled = "control" in set(localization.table.frame["metric"])
-    control = _TEXTS["parts"]["control"] if controlled else ""
+    control = _part("control", "control" in set(localization.table.frame["metric"]))
     limit = _smallest_p(localization)
     yield _section("The heads", table, found=count, limits=localization.thresholds, control=control, smallest_p=limit)
     if localization.unnamed:
         shares = localization.evidence.patching_effects.normalized().frame["value"].to_numpy(dtype=float)
-        no_gap = _TEXTS["parts"]["no_gap"] if np.isnan(shares).all() else ""
+        no_gap = _part("no_gap", np.isnan(shares).all())
         yield _section("Heads that were not named", unnamed_table(localization), share=LARGE_EFFECT, no_gap=no_gap)
     if localization.redundant:
         yield _section("Redundant heads", redundant_table(localization))
@@ -130,30 +129,36 @@ def _sections(localization: Localization) -> Iterator[Section]:
         yield _section("Accuracy without them", drawn["ablation"], unit=localization.table.unit)
     if localization.verdicts:
         verdicts = _table(verdict_rows(localization.verdicts), "wrapped")
-        asked = any(verdict.smallest for verdict in localization.verdicts)
         parts = {
-            "choice": _TEXTS["parts"]["choice"] if localization.chooses else "",
-            "smallest": _TEXTS["parts"]["smallest"] if asked else "",
+            "choice": _part("choice", localization.chooses),
+            "smallest": _part("smallest", any(verdict.smallest for verdict in localization.verdicts)),
             "few": _few_controls(localization.verdicts),
         }
         heading = "Are they necessary, and do they suffice?"
         yield _section(heading, verdicts, limits=localization.thresholds, **parts)
     yield _section("Scores of all heads", drawn["scores"])
     effects = [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
-    yield _section("Effects of single heads", effects, estimates=_estimates(localization))
+    patched = localization.evidence.patching_effects.frame
+    estimates = _part("estimates", "estimated" in patched and patched["estimated"].any())
+    yield _section("Effects of single heads", effects, estimates=estimates)
     if (interchanges := localization.interchange_verdicts) is not None and len(interchanges):
         yield _section("Interchange interventions", interchange_table(interchanges))
     if attention is not None:
         yield _section("Attention on the test example", attention)
     pair, prompt = localization.evidence.example.pair, localization.prompts[0]
     drawings = list(_drawings(localization, attention)) if attention is not None else []
-    caption = _TEXTS["parts"]["drawings"] if drawings else ""
+    caption = _part("drawings", drawings)
     shown, heading = (prompt, "A prompt") if pair is None else (pair, "A pair of prompts")
     yield _section(heading, [Html(shown.to_html()), *drawings], legend=legend_of(shown), drawings=caption)
     aligners, texts = bool({*ALIGNERS} & {*localization.task.roles}), _TEXTS["thresholds"]
     texts = {**texts, "score": texts["score_aligners"]} if aligners else texts
     thresholds = [(texts[name], f"{value:g}") for name, value in asdict(localization.thresholds).items()]
     yield _section("Methods", rendered("report/templates/methods.html", thresholds=thresholds, aligners=aligners))
+
+
+def _part(name: str, holds: object) -> str:
+    """A sentence of a note, if it holds."""
+    return _TEXTS["parts"][name] if holds else ""
 
 
 def _section(heading: str, content: Content | Sequence[Content], **values: Any) -> Section:
@@ -367,12 +372,6 @@ def interchange_table(verdicts: pd.DataFrame) -> Html:
             }
         )
     return _table(rows, "wrapped")
-
-
-def _estimates(localization: Localization) -> str:
-    frame = localization.evidence.patching_effects.frame
-    some = "estimated" in frame and bool(frame["estimated"].any())
-    return _TEXTS["parts"]["estimates"] if some else ""
 
 
 def redundant_table(localization: Localization) -> Html:

@@ -2,6 +2,32 @@
 
 import pytest
 
+from align_circuits.cli import main
+
+
+@pytest.fixture
+def ran(capsys):
+    """Runs a command that succeeds, and returns what it prints."""
+
+    def run(arguments: list[str]) -> str:
+        __tracebackhide__ = True
+        assert main(arguments) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def declined(capsys):
+    """Runs a command that is refused, and returns what it says of it."""
+
+    def run(arguments: list[str]) -> str:
+        __tracebackhide__ = True
+        assert main(arguments) == 2
+        return capsys.readouterr().err
+
+    return run
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory, random_hf_model, char_tokenizer):

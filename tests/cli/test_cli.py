@@ -111,29 +111,26 @@ def test_rerun_says_whether_the_numbers_are_the_same(tmp_path, capsys):
     "edits",
     [{"n": "many"}, {"site": "z"}, {"task": 3}, {"task": {"x_len": "a"}}, {"task": {"nonesuch": 1}}, {"model": None}],
 )
-def test_settings_that_were_edited_are_refused_with_the_name_of_their_file(tmp_path, capsys, edits):
+def test_settings_that_were_edited_are_refused_with_the_name_of_their_file(tmp_path, edits, declined):
     table = table_of([{"level": "model", "metric": "prob", "value": 1.0}])
     settings = {"model": "planted"} | edits
     replace(table, provenance=Provenance("score", settings)).save(tmp_path)
-    assert main(["rerun", str(tmp_path), "--out", str(tmp_path / "again")]) == 2
-    assert "provenance.json' cannot be used (" in capsys.readouterr().err
+    assert "provenance.json' cannot be used (" in declined(["rerun", str(tmp_path), "--out", str(tmp_path / "again")])
 
 
-def test_evaluate_writes_accuracies(tmp_path, capsys):
-    assert main(["evaluate", *SMALL, "--out", str(tmp_path)]) == 0
-    assert "history" in capsys.readouterr().out
+def test_evaluate_writes_accuracies(tmp_path, ran):
+    assert "history" in ran(["evaluate", *SMALL, "--out", str(tmp_path)])
     assert set(Table.load(tmp_path).frame["predictor"]) == {"model", "chance", "memoryless", "history", "oracle"}
     assert main(["evaluate", *SMALL, "--metrics", "prob", "logit", "--out", str(tmp_path), "--overwrite"]) == 0
     assert set(Table.load(tmp_path).frame["metric"]) == {"accuracy", "prob", "logit"}
 
 
 @pytest.mark.slow
-def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_tokenizer, random_hf_model, capsys):
+def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_tokenizer, random_hf_model, ran):
     """In the hub's format: grouped-query attention, bf16, the real vocabulary of 128k tokens."""
     random_hf_model("llama", vocab_size=len(llama_tokenizer)).bfloat16().save_pretrained(tmp_path / "llama")
     llama_tokenizer.save_pretrained(tmp_path / "llama")
-    assert main(["score", "--model", str(tmp_path / "llama"), *SMALL, "--out", str(tmp_path / "run")]) == 0
-    assert "fast engine" in capsys.readouterr().out
+    assert "fast engine" in ran(["score", "--model", str(tmp_path / "llama"), *SMALL, "--out", str(tmp_path / "run")])
     model = Table.load(tmp_path / "run").provenance.model
     own = "bfloat16" if has_fast_bfloat16(torch.device("cpu")) else "float32"  # as is loaded here
     assert model["dtype"] == own and model["d_vocab"] > 128_000
@@ -193,10 +190,9 @@ def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, argumen
     assert not out.parent.exists(), "something half-written was left"
 
 
-def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
+def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, declined):
     (tmp_path / "file").write_text("not a folder")
-    assert main(["score", "--model", "/no/such/folder", "--out", str(tmp_path / "file")]) == 2
-    assert "cannot write results" in capsys.readouterr().err
+    assert "cannot write results" in declined(["score", "--model", "/no/such/folder", "--out", str(tmp_path / "file")])
 
 
 def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypatch):
@@ -233,11 +229,10 @@ def test_an_impossible_task_or_option_is_refused(arguments, message, capsys):
     assert ("did you mean" in printed) == ("did you mean" in message) and printed.count("\n") == 1
 
 
-def test_rerun_repeats_a_reproduction(tmp_path, capsys):
+def test_rerun_repeats_a_reproduction(tmp_path, ran):
     first = ["reproduce", "icatune/table1", "--scale", "smoke", "--out", str(tmp_path / "first")]
     assert main(first) == 0
-    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
-    assert "same: all" in capsys.readouterr().out
+    assert "same: all" in ran(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +256,7 @@ def test_all_verbs_that_measure_have_the_same_defaults():
         assert len({repr(getattr(verb, name)) for verb in verbs.values()}) == 1, name
 
 
-def test_rerun_repeats_what_was_saved_from_python(tmp_path, capsys, tiny):
+def test_rerun_repeats_what_was_saved_from_python(tmp_path, capsys, tiny, ran):
     """Prompts, pairs, edits and options are kept; of a table that was cut the rows that were left are compared."""
     model, options = ac.load(tiny), ac.RunOptions(batch_size=2, cache_dir=tmp_path / "parts")
     texts, others = ["ab:a", "cd:c", "ef:e"], ["ba:a", "dc:c", "fe:e"]
@@ -275,18 +270,15 @@ def test_rerun_repeats_what_was_saved_from_python(tmp_path, capsys, tiny):
     for name, table in {"whole": patched, "cut": patched.where(layer=1), "edited": ablated}.items():
         table.save(tmp_path / name)
         capsys.readouterr()
-        assert main(["rerun", str(tmp_path / name)]) == 0
-        assert f"same: all {len(table)} numbers" in capsys.readouterr().out, name
+        assert f"same: all {len(table)} numbers" in ran(["rerun", str(tmp_path / name)]), name
     next(model.parameters()).data.mul_(2)  # another model under the same name
     ac.patch_heads(model, ac.Pair(clean, corrupted), heads=[(0, 1)]).save(tmp_path / "whole")
-    assert main(["rerun", str(tmp_path / "whole"), "--overwrite"]) == 0
-    printed = capsys.readouterr().out
+    printed = ran(["rerun", str(tmp_path / "whole"), "--overwrite"])
     assert "differs: " in printed and "changed since then: weights" in printed
 
 
-def test_rerun_refuses_what_it_cannot_repeat_and_says_why(tmp_path, capsys):
-    assert main(["rerun", str(tmp_path)]) == 2
-    assert "no table in" in capsys.readouterr().err
+def test_rerun_refuses_what_it_cannot_repeat_and_says_why(tmp_path, declined):
+    assert "no table in" in declined(["rerun", str(tmp_path)])
     task = ac.Seq2SeqTask(x_len=3, n_examples=2)
     planted = ac.planted_circuit(task)
     pair = ac.Pair(*task.pairs(task.sample(3, planted.tokenizer), 0), metric=lambda logits, _: logits[:, 0])
@@ -298,43 +290,37 @@ def test_rerun_refuses_what_it_cannot_repeat_and_says_why(tmp_path, capsys):
         (replace(table, call=Call("load", {})), "'load' is no function of align_circuits that runs a model"),
     ):
         saved.save(tmp_path)
-        assert main(["rerun", str(tmp_path)]) == 2
-        assert message in capsys.readouterr().err
+        assert message in declined(["rerun", str(tmp_path)])
         assert not (tmp_path / "rerun").exists()
     (tmp_path / "call" / "call.json").write_text('{"function": "evaluate", "arguments": {"a": {"class": "Nonesuch"}}}')
-    assert main(["rerun", str(tmp_path)]) == 2
-    assert "holds no call that Table.save wrote" in capsys.readouterr().err
+    assert "holds no call that Table.save wrote" in declined(["rerun", str(tmp_path)])
 
 
-def test_heads_of_score_0_are_not_among_the_best(tmp_path, capsys):
-    assert main(["score", "--n", "4", "--metrics", "sink", "previous", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+def test_heads_of_score_0_are_not_among_the_best(tmp_path, ran):
+    printed = ran(["score", "--n", "4", "--metrics", "sink", "previous", "--out", str(tmp_path)])
     assert Table.load(tmp_path).top("sink", 1).frame["value"].iloc[0] < 0.005
     assert re.search(r"\n  sink +no head scores above 0\n", printed) and re.search(r"\n  previous +L\dH\d", printed)
     assert "candidates alike" not in printed, "all tokens are candidates"
     assert "Highest scores: previous" in re.sub("<[^>]*>", "", (tmp_path / "report.html").read_text())
 
 
-def test_scores_without_examples_have_no_lookup(tmp_path, capsys):
-    assert main(["score", "--n", "4", "--x-len", "3", "--n-examples", "0", "--out", str(tmp_path)]) == 0
-    assert "\n  lookup " not in capsys.readouterr().out
+def test_scores_without_examples_have_no_lookup(tmp_path, ran):
+    assert "\n  lookup " not in ran(["score", "--n", "4", "--x-len", "3", "--n-examples", "0", "--out", str(tmp_path)])
 
 
 @pytest.mark.parametrize("method", slow_but(["ica"], ["ica", "standard"]))
-def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tiny, tmp_path, capsys, method):
+def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tiny, tmp_path, method, ran):
     task = ["--x-len", "2", "--n-examples", "2", "--automata", "task", "--n", "8"]
     config = ["--method", method, "--steps", "2", "--batch", "2", "--probe-prompts", "2", "--layers", "1"]
     first = ["tune", "--model", tiny, *task, *config, "--out", str(tmp_path / "first")]
-    assert main(first) == 0
-    printed = capsys.readouterr().out
+    printed = ran(first)
     assert "is correct in" in printed and str(tmp_path / "first" / "adapter") in printed
     assert (tmp_path / "first" / "heads" / "report.html").exists() == (method == "ica")
     assert (tmp_path / "first" / "report.html").exists()
     table = Table.load(tmp_path / "first")
     assert table.provenance.verb == "tune" and set(table.frame["step"]) == {0, 2}
     if method == "ica":
-        assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
-        assert "same: all" in capsys.readouterr().out
+        assert "same: all" in ran(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")])
 
 
 @pytest.mark.parametrize(
@@ -365,22 +351,20 @@ def test_a_small_model_is_tuned_by_settings_made_for_small_ones_where_none_is_gi
     assert parse_verb(*words).config == expected, "the command in the report repeats the run"
 
 
-def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, capsys, monkeypatch):
+def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, monkeypatch, ran):
     def refuse(*_: object) -> None:
         raise AssertionError("a socket was opened")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
     arguments = ["--model", "planted", "--style", "standard", "--n", "12", "--x-len", "4", "--n-examples", "2"]
-    assert main(["localize", *arguments, "--n-controls", "1", "--out", str(tmp_path / "first")]) == 0
-    printed = capsys.readouterr().out
+    printed = ran(["localize", *arguments, "--n-controls", "1", "--out", str(tmp_path / "first")])
     assert re.search(r"align_query +L\dH\d 1\.00 \[0\.\d\d, 1\.00\] \(align_query\)", printed)
     assert "induction    none" in printed
     written = {path.name for path in (tmp_path / "first").iterdir()}
     tables = {"table.csv", "patching_effects", "ablation_effects", "set_ablations", "interchanges"}
     assert written == tables | {"report.html", "provenance.json"}
     assert "Redundant heads" not in (tmp_path / "first" / "report.html").read_text()
-    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
-    assert "same: all " in capsys.readouterr().out
+    assert "same: all " in ran(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")])
 
 
 def test_the_smallest_p_values_before_the_run_are_those_of_the_prompts_that_test(tmp_path):
@@ -404,14 +388,13 @@ def test_of_a_single_pair_no_interval_is_told(verb, tmp_path, capsys):
     assert not any("leaves out 0" in text or "[nan" in text for text in told)
 
 
-def test_that_no_head_can_be_named_is_printed_once_and_stands_in_the_report(tmp_path, capsys):
+def test_that_no_head_can_be_named_is_printed_once_and_stands_in_the_report(tmp_path, ran):
     file = tmp_path / "short.jsonl"
     texts = ["kAmnB", "kCpqD", "jEmoF", "hGnlH", "iApkC", "oBmjE", "qDlhA", "nFkiG"]
     file.write_text("\n".join(json.dumps({"text": text, "answer": text[1]}) for text in texts))
     out = tmp_path / "out"
     options = ["--model", "toy-llama", "--prompts", str(file), "--n-controls", "0"]
-    assert main(["localize", *options, "--out", str(out)]) == 0
-    printed, note = capsys.readouterr().out, "No head can be named for"
+    printed, note = ran(["localize", *options, "--out", str(out)]), "No head can be named for"
     assert printed.count(note) == 1 and printed.index(note) < printed.index("smallest p-values that these allow")
     assert "For previous take longer texts" in printed
     assert note in (out / "report.html").read_text(encoding="utf-8")
@@ -425,10 +408,9 @@ def test_localize_reports_heads_that_stand_in_for_each_other(tmp_path):
     assert "Redundant heads" in page and "named alone" in page
 
 
-def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path, capsys):
+def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path, ran):
     arguments = ["--methods", "attention", "EAP", "--circuits", "1", "--out", str(tmp_path / "first")]
-    assert main(["benchmark", *arguments]) == 0
-    printed = capsys.readouterr().out
+    printed = ran(["benchmark", *arguments])
     assert re.search(r"attention +0\.\d\d", printed) and "R-precision" in printed
     assert max(map(len, printed.split("report: ")[0].splitlines())) <= 120, "no table is wider than a terminal"
     page = (tmp_path / "first" / "report.html").read_text()
@@ -482,7 +464,7 @@ def of_a_pair(pair):
 """
 
 
-def test_benchmark_takes_a_function_of_a_file(tmp_path, capsys, monkeypatch):
+def test_benchmark_takes_a_function_of_a_file(tmp_path, capsys, monkeypatch, declined):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     file, numbers = Path("own_methods.py"), []
@@ -506,15 +488,13 @@ def test_benchmark_takes_a_function_of_a_file(tmp_path, capsys, monkeypatch):
         "of_a_pair": r"own_methods.py:of_a_pair takes \(pair\): write it to be called as method\(model, pair\)",
         "LAYER": "own_methods has LAYER, which is no function; it has of_a_layer",
     }.items():
-        assert main([*wanted, f"own_methods.py:{name}".removesuffix(":")]) == 2
-        error = capsys.readouterr().err
+        error = declined([*wanted, f"own_methods.py:{name}".removesuffix(":")])
         assert re.search(message, error) and error.count("\n") == 1
     sys.modules.pop("own_methods")
 
 
-def test_help_lists_the_verbs(capsys):
-    assert main(["--help"]) == 0
-    printed = capsys.readouterr().out
+def test_help_lists_the_verbs(ran):
+    printed = ran(["--help"])
     assert all(f"  {verb} " in printed for verb in VERBS)
     assert main([]) == 2
 
@@ -537,7 +517,7 @@ def test_results_are_numbered_and_never_overwritten_by_accident(tmp_path, monkey
     assert (runs / "0001" / "table.csv").read_bytes() != before
 
 
-def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
+def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys, ran):
     task, model = ac.Seq2SeqTask(x_len=3, n_examples=4), ac.load(tiny)
     pair = ac.Pair(*task.pairs(task.sample(6, model.tokenizer, seed=0), 0), metric="prob", direction="noise")
     common = ["--model", tiny, "--metric", "prob", *SMALL]
@@ -586,8 +566,7 @@ def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
             shares = written.normalized().frame["value"]
             np.testing.assert_array_equal(shares, table.normalized().frame["value"])
             assert ("In brackets, and below as normalised" in text) == bool(shares.notna().any())
-    assert main(["rerun", str(tmp_path / "patch")]) == 0
-    assert "same: all " in capsys.readouterr().out
+    assert "same: all " in ran(["rerun", str(tmp_path / "patch")])
 
 
 def test_heads_that_are_ablated_together_get_verdicts(tmp_path, capsys):
@@ -609,7 +588,7 @@ def test_heads_that_are_ablated_together_get_verdicts(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("verb", slow_but(["ablate"], ["patch", "ablate"]))
-def test_a_screen_marks_its_estimates(tmp_path, capsys, monkeypatch, verb):
+def test_a_screen_marks_its_estimates(tmp_path, capsys, monkeypatch, verb, ran):
     drawn: list[Any] = []
     for name in ("head_map", "head_maps"):
         draw = getattr(ac.plots, name)
@@ -632,8 +611,7 @@ def test_a_screen_marks_its_estimates(tmp_path, capsys, monkeypatch, verb):
     assert "Grey: not run, see Estimates." in page
     told = table.frame["value"].notna().to_numpy().sum()
     assert told < len(table) and page.partition('<h2 id="all-numbers">')[2].count("<tr>") == told
-    assert main(["rerun", str(tmp_path)]) == 0
-    assert "same: all " in capsys.readouterr().out
+    assert "same: all " in ran(["rerun", str(tmp_path)])
 
 
 def test_numbers_stay_where_their_report_would_be_too_large(tmp_path, capsys, monkeypatch):
@@ -644,7 +622,7 @@ def test_numbers_stay_where_their_report_would_be_too_large(tmp_path, capsys, mo
     assert len(Table.load(tmp_path)) and not (tmp_path / "report.html").exists()
 
 
-def test_a_run_on_a_file_is_repeated_from_any_folder(pairs_file, tmp_path, monkeypatch, capsys):
+def test_a_run_on_a_file_is_repeated_from_any_folder(pairs_file, tmp_path, monkeypatch, capsys, ran):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     command = ["score", "--model", "toy-llama", "--prompts", str(pairs_file.relative_to(tmp_path)), "--out", "first"]
@@ -652,8 +630,7 @@ def test_a_run_on_a_file_is_repeated_from_any_folder(pairs_file, tmp_path, monke
     note = "The keys of 搬运🙂 are at the same positions in every prompt"
     assert note in capsys.readouterr().out and note in Path("first/report.html").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert main(["rerun", "../first"]) == 0
-    assert "same: all " in capsys.readouterr().out
+    assert "same: all " in ran(["rerun", "../first"])
 
 
 def test_groups_and_warnings_of_a_file_stand_in_what_is_printed_and_in_the_report(tmp_path, capsys):
@@ -709,7 +686,7 @@ SCORED = ("induction", "previous", "duplicate", "搬运🙂", "sink", "entropy",
 
 
 @pytest.mark.slow
-def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
+def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys, ran, declined):
     model = ac.load(tiny)
     clean, corrupted = ac.Prompts.from_jsonl(pairs_file, model.tokenizer)
     assert corrupted is not None
@@ -723,8 +700,7 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     options, printed = {"localize": ["--n-controls", "1"], "score": []}, ""
     for verb, table in expected.items():
         out = tmp_path / verb
-        assert main([verb, *common, *options.get(verb, ["--metric", "logit_diff"]), "--out", str(out)]) == 0
-        printed += (said := capsys.readouterr().out)
+        printed += (said := ran([verb, *common, *options.get(verb, ["--metric", "logit_diff"]), "--out", str(out)]))
         if verb == "localize":
             assert "搬运🙂" in said and "搬运🙂" in (out / "report.html").read_text(encoding="utf-8")
         np.testing.assert_array_equal(Table.load(out).frame["value"], table.frame["value"])
@@ -749,8 +725,7 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
     assert re.search(r"\n  '.+', not 'B': <bos>kAmnBopA", printed) and "Answers" in page and "kAm" in page
     pairs_file.write_text(pairs_file.read_text().replace("kAm", "jAm"))
     capsys.readouterr()
-    assert main(["rerun", str(tmp_path / "patch")]) == 2
-    assert "the prompts have changed since the first run" in capsys.readouterr().err
+    assert "the prompts have changed since the first run" in declined(["rerun", str(tmp_path / "patch")])
 
 
 def test_larger_effects_in_the_other_direction_are_named():
@@ -788,7 +763,7 @@ def test_larger_effects_in_the_other_direction_are_named():
     assert ". Smaller: 29 more (of 40 intervals some 2 leave out 0 by chance alone)" in of_many
 
 
-def test_evaluate_takes_texts_without_answers_and_tells_each_place_once(tmp_path, capsys):
+def test_evaluate_takes_texts_without_answers_and_tells_each_place_once(tmp_path, ran):
     """Every token is a target then, each at a place of its own, and none is a first one."""
     file = tmp_path / "texts.jsonl"
     common = ["evaluate", "--model", "toy-llama", "--prompts", str(file), "--overwrite", "--out", str(tmp_path / "out")]
@@ -796,8 +771,7 @@ def test_evaluate_takes_texts_without_answers_and_tells_each_place_once(tmp_path
     for answer, places in ((None, 8), ("AB", 0), ("ABC", 2)):
         written = [line | ({} if answer is None else {"answer": answer}) for line in lines]
         file.write_text("\n".join(map(json.dumps, written)))
-        assert main(common) == 0
-        printed = capsys.readouterr().out
+        printed = ran(common)
         assert len({*re.findall(r" offset \d+", printed)}) == places, printed
         assert (" first " in printed) == (" later " in printed) == (answer is not None)
 
@@ -816,24 +790,20 @@ def test_effects_of_rounding_are_none():
         assert of_one.startswith("L0 0.0003 [0.0002, 0.0004]") and "Smaller" not in of_one
 
 
-def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
+def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys, declined):
     common = ["--model", "toy-llama", "--prompts", str(pairs_file), "--out", str(tmp_path / "out")]
-    assert main(["ablate", *common[2:]]) == 2
-    assert "--prompts needs --model, such as smollm2" in capsys.readouterr().err
-    assert main(["ablate", *common, "--n", "9"]) == 2
-    assert "--n 9: " in capsys.readouterr().err
+    assert "--prompts needs --model, such as smollm2" in declined(["ablate", *common[2:]])
+    assert "--n 9: " in declined(["ablate", *common, "--n", "9"])
     assert main(["localize", *common, "--n", "4"]) == 2
     printed = capsys.readouterr()
     assert "align-circuits: 4 prompts: give at least 8, half to choose" in printed.err
     assert "No head" not in printed.out
-    assert main(["tune", *common]) == 2
-    assert "tunes on a task" in capsys.readouterr().err
+    assert "tunes on a task" in declined(["tune", *common])
     lines = [json.loads(line) for line in pairs_file.read_text().splitlines()]
     uneven = [*lines[:2], lines[2] | {"answer": lines[2]["answer"] + "a"}, *lines[3:]]
     pairs_file.write_text("\n\n".join(map(json.dumps, uneven)))
     for verb, option in (("patch", "--metric"), ("evaluate", "--metrics")):
-        assert main([verb, *common, option, "logit_diff"]) == 2
-        printed = capsys.readouterr().err
+        printed = declined([verb, *common, option, "logit_diff"])
         assert "line 5: the answer has 2 tokens and the wrong one another number, or some of the same, so" in printed
         assert f"{option} logit_diff can compare their first tokens alone" in printed
         assert "add --targets first" in printed
@@ -851,27 +821,23 @@ def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
     assert "line 1: at token 2 the clean text has 'A' (1 token) and the corrupted one 'kB'" in capsys.readouterr().err
     lines = [{"text": line["text"]} for line in lines]
     pairs_file.write_text("\n".join(map(json.dumps, lines)))
-    assert main(["patch", *common, "--positions", "each"]) == 2
-    assert "--positions each patches whole layers: leave out" in capsys.readouterr().err
-    assert main(["attribute", *common]) == 2
-    assert "has no corrupted texts to patch from" in capsys.readouterr().err
+    assert "--positions each patches whole layers: leave out" in declined(["patch", *common, "--positions", "each"])
+    assert "has no corrupted texts to patch from" in declined(["attribute", *common])
 
 
-def test_a_tokenizer_comes_from_another_folder(tmp_path, random_hf_model, char_tokenizer, capsys):
+def test_a_tokenizer_comes_from_another_folder(tmp_path, random_hf_model, char_tokenizer, declined):
     random_hf_model("llama", max_position_embeddings=256).save_pretrained(tmp_path / "model")
     char_tokenizer.save_pretrained(tmp_path / "tokenizer")
     common = ["score", "--model", str(tmp_path / "model"), *SMALL, "--out", str(tmp_path / "run")]
-    assert main(common) == 2
-    assert "give --tokenizer, a folder that has it" in capsys.readouterr().err
+    assert "give --tokenizer, a folder that has it" in declined(common)
     assert main([*common, "--tokenizer", str(tmp_path / "tokenizer")]) == 0
     assert Table.load(tmp_path / "run").provenance.settings["tokenizer"] == str(tmp_path / "tokenizer")
 
 
-def test_wrong_types_of_arguments_end_in_one_line_and_other_type_errors_do_not(tmp_path, monkeypatch, capsys):
+def test_wrong_types_of_arguments_end_in_one_line_and_other_type_errors_do_not(tmp_path, monkeypatch, declined):
     wrong: Any = 1j
     monkeypatch.setattr("align_circuits.cli.score_command.Score.prepare", lambda _: ac.RunOptions(progress=wrong))
-    assert main(["score", "--out", str(tmp_path / "a")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = declined(["score", "--out", str(tmp_path / "a")]).splitlines()
     assert "RunOptions: progress is a complex, not True or False" in line
     monkeypatch.setattr("align_circuits.cli.score_command.Score.prepare", lambda _: len(wrong))
     with pytest.raises(TypeError, match="has no len"):

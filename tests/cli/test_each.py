@@ -29,10 +29,9 @@ def elsewhere(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("jobs", slow_but(["1"], ["1", "2"]))
-def test_the_numbers_are_those_of_single_runs_with_any_number_of_processes(capsys, jobs):
+def test_the_numbers_are_those_of_single_runs_with_any_number_of_processes(jobs, ran):
     wanted = ["each", "--models", "planted", "tiny", "--seeds", "3", "5", "--out", "runs"]
-    assert main([*wanted, "--jobs", jobs, "--", "score", *SMALL]) == 0
-    printed = capsys.readouterr().out
+    printed = ran([*wanted, "--jobs", jobs, "--", "score", *SMALL])
     assert "== planted, seed 3: runs/planted_seed-3\n" in printed and "metric       best heads" in printed
     found: Any = Table.load("runs").frame
     for model in ("planted", "tiny"):
@@ -42,8 +41,7 @@ def test_the_numbers_are_those_of_single_runs_with_any_number_of_processes(capsy
         pd.testing.assert_frame_equal(mine[list(alone.columns)].reset_index(drop=True), alone)
     means: Any = Table.load("runs/over_seeds").frame
     assert means["n"].sum() == found["value"].notna().sum() and means["n"].max() == 2 and "seed" not in means
-    assert main(["status", "runs"]) == 0
-    assert "4 done, 0 running, 0 waiting, 0 failed" in capsys.readouterr().out
+    assert "4 done, 0 running, 0 waiting, 0 failed" in ran(["status", "runs"])
     assert main(["collect", "runs", "--out", "rows"]) == 0
     assert len(pd.read_csv("rows/rows.csv")) == len(found)
 
@@ -83,10 +81,9 @@ def test_a_command_given_again_after_another_one_in_its_folder_has_its_own_numbe
     assert not tables[0]["n"].equals(tables[1]["n"])
 
 
-def test_a_run_that_fails_is_named_and_the_others_are_kept(capsys):
+def test_a_run_that_fails_is_named_and_the_others_are_kept(declined):
     command = ["each", "--models", "nowhere/at/all", "planted", "--out", "run", "--", "score", *SMALL]
-    assert main(command) == 2
-    said = capsys.readouterr().err
+    said = declined(command)
     assert "1 of 2 runs failed, the first (nowhere/at/all, seed 0) with" in said and "no folder" in said
     assert "the same command with --out run goes on" in said
     kept = Path("run/planted_seed-0/table.csv").stat().st_mtime_ns
@@ -96,14 +93,14 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(capsys):
     assert len(Table.load("run").frame["model"].unique()) == 2
 
 
-def test_a_run_whose_files_have_changed_is_another_run(tiny, capsys):
+def test_a_run_whose_files_have_changed_is_another_run(tiny, declined):
     shutil.copytree(tiny, "model")
     command = ["each", "--models", "model", "missing", "--out", "run", "--", "score", *SMALL]
     assert main(command) == 2
     kept = Table.load("run/model_seed-0").frame
     weights = load_file("model/model.safetensors")
     save_file({name: 2 * value for name, value in weights.items()}, "model/model.safetensors", {"format": "pt"})
-    assert main(command) == 2 and "1 of 2 runs failed" in capsys.readouterr().err
+    assert "1 of 2 runs failed" in declined(command)
     assert not Table.load("run/model_seed-0").frame.equals(kept)
 
 
@@ -139,9 +136,8 @@ def test_a_killed_tuning_goes_on_where_it_was():
         (["--jobs", "0", "--", "score"], "--jobs 0: give at least 1"),
     ],
 )
-def test_what_cannot_be_run_is_refused(arguments, message, capsys):
-    assert main(["each", "--out", "run", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_run_is_refused(arguments, message, declined):
+    assert message in declined(["each", "--out", "run", *arguments])
     assert not Path("run").exists()
 
 

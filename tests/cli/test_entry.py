@@ -42,9 +42,8 @@ def test_a_warning_is_a_line_without_code():
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_kept_help_is_that_of_the_parser(verb, capsys):
-    assert main([verb, "--help", "all"]) == 0
-    printed = capsys.readouterr().out
+def test_the_kept_help_is_that_of_the_parser(verb, ran):
+    printed = ran([verb, "--help", "all"])
     assert VERBS[verb][:40] in printed
     assert not re.search(r"\{?\[\{|\{\[|None|[TF]alse|True|.{81}", printed), "words of Python, or too wide a line"
     assert printed == parser_help(verb), "options have changed: python tests/help_texts.py"
@@ -60,9 +59,8 @@ def test_the_line_of_a_file_of_prompts_in_the_help_can_be_read(tmp_path):
     assert {*line["relations"]["finds the name"]["candidates"]} == {*line["positions"]}
 
 
-def test_help_is_short_and_begins_with_the_options_for_own_prompts(capsys):
-    assert main(["patch", "--positions", "all", "--help"]) == 0
-    printed = capsys.readouterr().out
+def test_help_is_short_and_begins_with_the_options_for_own_prompts(ran):
+    printed = ran(["patch", "--positions", "all", "--help"])
     lines = printed.splitlines()
     options = [line.split()[0] for line in lines if line.startswith("  -")]
     assert options[1:6] == ["--model", "--prompts", "--task", "--n", "--targets"] and options[-2] == "--out"
@@ -72,11 +70,9 @@ def test_help_is_short_and_begins_with_the_options_for_own_prompts(capsys):
         "align-circuits patch --help all also lists the options",
         "  of the model and the machine (--device ...)",
     ]
-    assert main(["patch", "-h", "all"]) == 0
-    everything = re.findall(r"^  (-[-\w]*\w)", capsys.readouterr().out, re.MULTILINE)
+    everything = re.findall(r"^  (-[-\w]*\w)", ran(["patch", "-h", "all"]), re.MULTILINE)
     assert {*options[1:-1], "--x-len", "--jobs", "--device"} < {*everything}
-    assert main(["tune", "--help"]) == 0
-    assert "--lr" in capsys.readouterr().out, "what tune is about is not left out"
+    assert "--lr" in ran(["tune", "--help"]), "what tune is about is not left out"
 
 
 def test_errors_speak_of_options():
@@ -167,16 +163,14 @@ def test_a_progress_bar_moves(capsys):
     assert "\r\\x1b[2J: 100%" in printed and "\x1b" not in printed and "\\r" not in printed
 
 
-def test_open_prints_the_path_where_there_is_no_display(tmp_path, capsys, monkeypatch):
+def test_open_prints_the_path_where_there_is_no_display(tmp_path, monkeypatch, ran, declined):
     monkeypatch.setattr("webbrowser.open", lambda _: pytest.fail("a browser was opened"))
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
-    assert main(["open", str(tmp_path)]) == 2
-    assert "no report in" in capsys.readouterr().err
+    assert "no report in" in declined(["open", str(tmp_path)])
     (tmp_path / "report.html").write_text("<p>", encoding="utf-8")
-    assert main(["open", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{(tmp_path / 'report.html').resolve()}\n"
+    assert ran(["open", str(tmp_path)]) == f"{(tmp_path / 'report.html').resolve()}\n"
 
 
 @pytest.mark.parametrize("place", ["verb_class", "results_folder"])

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from align_circuits.cli import entry, main
+from align_circuits.cli import entry
 from align_circuits.cli import folders as cli_folders
 from align_circuits.cli.folders import results_folder
 from align_circuits.jobs import folders
@@ -94,7 +94,7 @@ def test_a_table_whose_replacement_was_cut_off_is_read_whole(tmp_path, monkeypat
     assert sorted(read(tmp_path)) == ["provenance.json", "table.csv"]
 
 
-def test_a_full_disk_ends_in_one_line_and_the_earlier_results_stay(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_ends_in_one_line_and_the_earlier_results_stay(tmp_path, monkeypatch, declined):
     @dataclass
     class Full:
         folder, overwrite, renews = tmp_path / "run", True, None
@@ -109,8 +109,7 @@ def test_a_full_disk_ends_in_one_line_and_the_earlier_results_stay(tmp_path, mon
     write(tmp_path / "run", OLD)
     monkeypatch.setattr(entry, "verb_class", lambda _: Full)
     monkeypatch.setattr("tyro.cli", lambda *_, **__: Full())
-    assert main(["score"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = declined(["score"]).splitlines()
     assert "earlier results are as they were: [Errno 28] No space left on device" in line
     assert read(tmp_path) == {f"run/{name}": text for name, text in OLD.items()}
 
@@ -158,11 +157,10 @@ def test_results_go_with_their_provenance_and_state_and_other_files_stay(tmp_pat
         pass
 
 
-def test_a_name_that_is_too_long_is_refused_in_a_line_and_the_longest_is_written(tmp_path, capsys):
+def test_a_name_that_is_too_long_is_refused_in_a_line_and_the_longest_is_written(tmp_path, declined):
     long = "a" * 256
     for place in (long, f"{long}/run", "/".join(["deep"] * 1000)):
-        assert main(["score", "--n", "2", "--out", str(tmp_path / place)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = declined(["score", "--n", "2", "--out", str(tmp_path / place)]).splitlines()
         assert "give a name of parts of at most 255 bytes" in line
     for name in ("ä" * 127, "a" * 255):
         table(1.0).save(tmp_path / name)

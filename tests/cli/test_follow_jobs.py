@@ -23,9 +23,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def test_status_names_failures_and_writes_nothing(folder, capsys):
-    assert main(["status", str(folder)]) == 0
-    printed = capsys.readouterr().out
+def test_status_names_failures_and_writes_nothing(folder, ran):
+    printed = ran(["status", str(folder)])
     assert "1 done, 0 running, 0 waiting, 0 failed" in printed
     failed = "1 failed\n  failed: square(x=3, seed=0): RuntimeError: not this one"
     assert f"2 done, 0 running, 0 waiting, {failed}" in printed
@@ -39,9 +38,8 @@ def test_collect_writes_each_row_once(folder, tmp_path):
     assert sorted(rows["y"]) == [4, 16]
 
 
-def test_a_folder_without_jobs_has_no_status(capsys):
-    assert main(["status", "nowhere"]) == 2
-    assert "holds no run of jobs" in capsys.readouterr().err
+def test_a_folder_without_jobs_has_no_status(declined):
+    assert "holds no run of jobs" in declined(["status", "nowhere"])
 
 
 @pytest.fixture
@@ -51,20 +49,17 @@ def cluster(monkeypatch):
     return ["--on", "dask://here", "--jobs", "2"]
 
 
-def test_a_sweep_of_two_workers_is_that_of_one_process(cluster, tmp_path, monkeypatch, capsys):
+def test_a_sweep_of_two_workers_is_that_of_one_process(cluster, tmp_path, monkeypatch, capsys, ran, declined):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("align_circuits.run.target_metrics.PROMPTS_A_PART", 3)
     sweep = ["ablate", "--style", "standard", "--n", "4", "--n-examples", "2"]
     assert main([*sweep, "--out", "shared", "--parts", "parts", *cluster]) == 0
     printed, said = capsys.readouterr()
     assert said == "progress: align-circuits status parts\n"
-    assert main(["status", "parts"]) == 0
-    progress = sorted(line.partition(": ")[2] for line in capsys.readouterr().out.splitlines())
+    progress = sorted(line.partition(": ")[2] for line in ran(["status", "parts"]).splitlines())
     assert progress == [f"{parts} done, 0 running, 0 waiting, 0 failed" for parts in (1, 2)]  # the means, the sweep
-    assert main(["collect", "parts", "--out", "rows"]) == 2
-    assert "which only the verbs that began them can merge" in capsys.readouterr().err
-    assert main([*sweep, "--out", "alone", "--parts", "of_one"]) == 0
-    assert printed == capsys.readouterr().out.replace("alone", "shared")
+    assert "which only the verbs that began them can merge" in declined(["collect", "parts", "--out", "rows"])
+    assert printed == ran([*sweep, "--out", "alone", "--parts", "of_one"]).replace("alone", "shared")
     for name in ("table.csv", "values.safetensors", "provenance.json"):
         assert (tmp_path / "shared" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes().replace(
             b"alone", b"shared"

@@ -75,7 +75,7 @@ def _edit(file: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["follow_task.py:Follow", "follow_task:Follow"])
-def test_the_numbers_are_those_of_the_task_in_python_and_are_repeated(tiny, capsys, name):
+def test_the_numbers_are_those_of_the_task_in_python_and_are_repeated(tiny, capsys, name, ran):
     assert main(["score", "--task", name, "--model", tiny, "--n", "6", "--out", "run"]) == 0
     model, table = ac.load(tiny), Table.load("run")
     scored = ("induction", "previous", "duplicate", "follower", "sink", "entropy", "follower_attention")
@@ -89,17 +89,15 @@ def test_the_numbers_are_those_of_the_task_in_python_and_are_repeated(tiny, caps
     capsys.readouterr()
     assert main(["rerun", "run"]) == 2, "a folder runs no code"
     assert f"is run only if you name it: give --task {saved}" in capsys.readouterr().err
-    assert main(["rerun", "run", "--task", saved]) == 0
-    printed = capsys.readouterr().out
+    printed = ran(["rerun", "run", "--task", saved])
     assert "same: all" in printed and "code of the task" not in printed
 
 
-def test_a_repetition_says_that_the_code_of_the_task_has_changed(tiny, file, capsys):
+def test_a_repetition_says_that_the_code_of_the_task_has_changed(tiny, file, ran):
     wanted = ["patch", "--task", "follow_task.py:Follow", "--model", tiny, "--n", "6", "--out", "run"]
     assert main(wanted) == 0
     _edit(file, "prompts.inputs[row, other], prompts.inputs[row, key]", "prompts.inputs[row, other], 9")
-    assert main(["rerun", "run", "--task", "follow_task.py:Follow"]) == 0
-    printed = capsys.readouterr().out
+    printed = ran(["rerun", "run", "--task", "follow_task.py:Follow"])
     assert "differs: " in printed and "changed since then: the code of the task" in printed
 
 
@@ -152,13 +150,12 @@ def test_each_runs_anew_once_the_code_of_the_task_has_changed(tiny, file):
         (["--task", "follow_task.py:Follow", "--model", "planted"], "--task needs --model, such as smollm2"),
     ],
 )
-def test_what_is_no_task_is_refused_in_a_line(options, message, capsys):
+def test_what_is_no_task_is_refused_in_a_line(options, message, declined):
     files = {"empty": "", "broken": "x = (", "raises": "\n1 / 0", "needs": "import no_such_library", "random": FOLLOW}
     for name, code in files.items():
         Path(f"{name}.py").write_text(code)
     Path("p.jsonl").write_text('{"text": "AB", "answer": "C"}')
-    assert main(["score", "--model", "toy-llama", *options]) == 2
-    said = capsys.readouterr().err
+    said = declined(["score", "--model", "toy-llama", *options])
     assert re.search(message if ".*" in message else re.escape(message), said) and said.count("\n") == 1
     assert not Path("runs").exists() or not [*Path("runs").rglob("table.csv")]
 
@@ -195,13 +192,11 @@ def test_all_verbs_take_a_task(tiny):
 
 
 @pytest.mark.slow
-def test_tune_takes_a_task(tiny, capsys):
+def test_tune_takes_a_task(tiny, capsys, ran):
     config = ["--steps", "2", "--batch", "2", "--probe-prompts", "2", "--layers", "1", "--n", "8"]
     wanted = ["tune", "--task", "follow_task.py:Follow", "--model", tiny, *config]
-    assert main([*wanted, "--out", "run"]) == 0
-    assert "A token is correct in" in capsys.readouterr().out
+    assert "A token is correct in" in ran([*wanted, "--out", "run"])
     assert "follower" in Path("run/report.html").read_text() and Path("run/heads/report.html").is_file()
-    assert main(["rerun", "run", "--task", "follow_task.py:Follow"]) == 0
-    assert "same: all" in capsys.readouterr().out
+    assert "same: all" in ran(["rerun", "run", "--task", "follow_task.py:Follow"])
     assert main([*wanted, "--method", "standard", "--out", "other"]) == 2
     assert "--method standard is for the translation task" in capsys.readouterr().err

@@ -137,7 +137,7 @@ def accuracy_grids(
         numbers = "%{z:.2f}" if frame.size <= MAX_NUMBERS else None
         names = plain_list(frame.columns), plain_list(frame.index)
         figure.add_trace(cells(frame.to_numpy(), *names, hover, texttemplate=numbers), **cell)
-    columns, rows = (max(map(len, axes)) for axes in zip(*((f.columns, f.index) for f in panels.values()), strict=True))
+    rows, columns = np.max([frame.shape for frame in panels.values()], axis=0).tolist()
     # "6" and "20" are labels, not numbers.
     figure.update_xaxes(type="category", dtick=-(-columns // MAX_LABELS), showgrid=False)
     figure.update_yaxes(type="category", dtick=-(-rows // MAX_LABELS), showgrid=False)

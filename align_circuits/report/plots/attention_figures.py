@@ -56,20 +56,10 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
     heights = [len(np.unique(frame["query"].to_numpy())) for frame in maps.values()]
     height = 220 + sum(min(30 * rows, 480) for rows in heights)
 
-    def drawn(step: int) -> list[go.Heatmap]:
-        grids = (
-            frame[frame["step"] == step].pivot(index="query", columns="key", values="value") for frame in maps.values()
-        )
-        return [
-            cells(
-                grid.to_numpy().round(3),
-                plain_list(grid.columns),
-                plain_list(map(str, grid.index)),
-                "%{y} to %{x}: %{z:.3f}",
-                None,
-            )
-            for grid in grids
-        ]
+    def drawn(frame: pd.DataFrame, step: int) -> go.Heatmap:
+        grid = frame[frame["step"] == step].pivot(index="query", columns="key", values="value")
+        names = plain_list(grid.columns), plain_list(map(str, grid.index))
+        return cells(grid.to_numpy().round(3), *names, "%{y} to %{x}: %{z:.3f}", None)
 
     figure = make_subplots(
         len(maps),
@@ -79,9 +69,11 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
         shared_xaxes=True,
         vertical_spacing=50 / height,
     )
-    for row, heat in enumerate(drawn(steps[0][0]), start=1):
-        figure.add_trace(heat, row=row, col=1)
-    figure.frames = [go.Frame(data=drawn(step), name=str(step)) for step in steps[0]]
+    for row, frame in enumerate(maps.values(), start=1):
+        figure.add_trace(drawn(frame, steps[0][0]), row=row, col=1)
+    figure.frames = [
+        go.Frame(data=[drawn(frame, step) for frame in maps.values()], name=str(step)) for step in steps[0]
+    ]
     shown = {"mode": "immediate", "frame": {"duration": 0}}
     slider = [{"label": str(step), "method": "animate", "args": [[str(step)], shown]} for step in steps[0]]
     figure.update_layout(

@@ -60,7 +60,8 @@ def position_map(
     positions = list(dict.fromkeys(frame["position"]))
     raw = position_labels(positions, prompts)
     labels = plain_list(raw)
-    rows_of = {site: _rows(frame.loc[frame["site"] == site]) for site in dict.fromkeys(frame["site"])}
+    frame = frame.assign(row=[WITHOUT_LAYER if pd.isna(layer) else int(layer) for layer in frame["layer"]])
+    rows_of = {site: list(rows.unique()) for site, rows in frame.groupby("site", sort=False)["row"]}
     layers = sorted({layer for rows in rows_of.values() for layer in rows if layer != WITHOUT_LAYER})
     shown = {site: list(rows) if WITHOUT_LAYER in rows else layers for site, rows in rows_of.items()}
     heights = [24 + 18 * min(len(rows), 32) for rows in shown.values()]
@@ -74,9 +75,7 @@ def position_map(
         vertical_spacing=40 / height,
     )
     for panel, (site, rows) in enumerate(shown.items(), start=1):
-        of_site = frame.loc[frame["site"] == site]
-        of_site = of_site.assign(row=of_site["layer"].map(_row))
-        z, *ends = interval_grids(of_site, ("row", rows), ("position", positions))
+        z, *ends = interval_grids(frame.loc[frame["site"] == site], ("row", rows), ("position", positions))
         # As objects, or numpy would make texts of the numbers, which the hover text rounds.
         details = np.stack([*ends, np.tile(np.array(labels), (len(rows), 1))], -1, dtype=object)
         hover = f"{plain(site)} of layer %{{y}} at %{{customdata[2]}}: %{{z:.3f}} "
@@ -98,16 +97,6 @@ def position_map(
     bar = {"lenmode": "pixels", "len": min(240, height - 120), "y": 1, "yanchor": "top"}
     coloured(figure, _scale_title(frame), bound, signed=True, **bar)
     return styled(figure, title, height).update_layout(plot_bgcolor=BLANK)
-
-
-def _row(layer: Any) -> Any:
-    """A layer as a row of a map."""
-    return WITHOUT_LAYER if pd.isna(layer) else int(layer)
-
-
-def _rows(frame: pd.DataFrame) -> list[Any]:
-    """The rows of the map of a site."""
-    return list(dict.fromkeys(map(_row, frame["layer"])))
 
 
 def _scale_title(frame: pd.DataFrame) -> str:
