@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import align_circuits as ac
 from align_circuits.cli import main
-from align_circuits.cli.entry import PROGRESS, VERBS, Output, in_options, verb_class, warnings_as_lines
+from align_circuits.cli.entry import PROGRESS, VERBS, Output, in_options, parse_verb, verb_class, warnings_as_lines
 from align_circuits.jobs.control_characters import printable
 from align_circuits.prompts.jsonl import read_jsonl
 
@@ -31,6 +31,16 @@ def test_help_imports_no_library(arguments):
     libraries = {"distributed", "numpy", "pandas", "pebble", "submitit", "torch", "transformers", "tyro"}
     done = run(*arguments, then=f"print(*sorted({libraries} & {{*sys.modules}}))")
     assert done.stdout.splitlines()[-1] == ""
+
+
+def test_a_warning_while_options_are_read_is_no_error_in_them(monkeypatch, capsys):
+    def warned(verb, _):
+        sys.stderr.write("UserWarning: 'mine/fig1' is left out\n")
+        return verb
+
+    monkeypatch.setattr(verb_class("score"), "with_defaults", warned)
+    assert parse_verb("score", "--model", "toy-llama").model == "toy-llama"
+    assert capsys.readouterr().err == "UserWarning: 'mine/fig1' is left out\n"
 
 
 def test_a_warning_is_a_line_without_code():
