@@ -43,7 +43,7 @@ def site_of(name: str) -> tuple[int, Site] | None:
     return (int(match[1]), site) if match and site else None
 
 
-_SITE_OF = {name_of(site, 0).removeprefix("blocks.0."): site for site in SITES}
+_SITE_OF: dict[str, Site] = {name_of(site, 0).removeprefix("blocks.0."): site for site in SITES}
 """The sites by the names of their hook points within a layer."""
 
 

@@ -282,7 +282,8 @@ def _holds_zero(rows: Any) -> Any:
 
 def _count_apart(table: Table) -> int:
     """How many effects are not nothing beside the largest, from 1 to `MOST_DRAWN`."""
-    apart = table.frame["value"].abs() >= LEAST_SHARE * _largest(table)
+    frame: Any = table.frame
+    apart = frame["value"].abs() >= LEAST_SHARE * _largest(table)
     return max(1, min(MOST_DRAWN, int(apart.sum())))
 
 

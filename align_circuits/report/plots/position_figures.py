@@ -78,7 +78,7 @@ def position_map(
         z, *ends = interval_grids(frame.loc[frame["site"] == site], ("row", rows), ("position", positions))
         # As objects, or numpy would make texts of the numbers, which the hover text rounds.
         details = np.stack([*ends, np.tile(np.array(labels), (len(rows), 1))], -1, dtype=object)
-        hover = f"{plain(site)} of layer %{{y}} at %{{customdata[2]}}: %{{z:.3f}} "
+        hover = f"{plain(str(site))} of layer %{{y}} at %{{customdata[2]}}: %{{z:.3f}} "
         hover += "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
         figure.add_trace(cells(z, list(range(size)), list(map(str, rows)), hover, customdata=details), row=panel, col=1)
     upright = max(map(len, raw)) * size > 90
