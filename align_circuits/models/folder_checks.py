@@ -355,7 +355,7 @@ def one_line(error: Exception) -> str:
 
 
 @contextmanager
-def refusing(what: str, remedy: str) -> Iterator[None]:
+def checked_reading(what: str, remedy: str) -> Iterator[None]:
     """Raises whatever a library raises within as a ValueError, which says what cannot be used, why, and what to do."""
     try:
         yield

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from align_circuits.hooks.compat import gguf_metadata, stored_weights
-from align_circuits.models.folder_checks import check_counts, check_memory, memory_of, outline_of, refusing
+from align_circuits.models.folder_checks import check_counts, check_memory, checked_reading, memory_of, outline_of
 
 _BLOCK = r"(attn_norm|attn_q|attn_k|attn_v|attn_output|ffn_norm|ffn_gate|ffn_up|ffn_down)\.weight"
 _ENDS = r"(token_embd|output_norm|output)\.weight"
@@ -234,7 +234,7 @@ _ARRAY, _WIDTHS = 9, {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8, 11:
 
 
 def _reading(path: Path) -> AbstractContextManager[None]:
-    return refusing(f"{str(path)!r} cannot be read as a GGUF file", "download it again")
+    return checked_reading(f"{str(path)!r} cannot be read as a GGUF file", "download it again")
 
 
 def _rope_factors(path: Path) -> Tensor:

@@ -47,10 +47,10 @@ from align_circuits.models.folder_checks import (
     check_memory,
     check_safetensors,
     check_tokenizer,
+    checked_reading,
     memory_of,
     one_line,
     outline_of,
-    refusing,
     rows_of,
     settings_in,
     shapes_in,
@@ -335,7 +335,7 @@ def _read(
     check_safetensors(folder)
     check_index(folder, settings)
     check_counts(folder, settings, len(list(shapes_in(folder))))
-    with refusing(f"config.json in {str(folder)!r} cannot be used", "correct it, or download the folder again"):
+    with checked_reading(f"config.json in {str(folder)!r} cannot be used", "correct it, or download the folder again"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         stored = stored_dtype(folder, config)
         slow = stored == torch.bfloat16 and not stored_weights.has_fast_bfloat16(device)
@@ -503,5 +503,5 @@ def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
     name = settings_in(folder, config).get("tokenizer_class") if (folder / config).is_file() else None
     # AutoTokenizer would read a generic tokenizer beside, say, a Qwen2 model as Qwen2's, with other ids.
     kind = PreTrainedTokenizerFast if name in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
-    with refusing(f"the tokenizer in {str(folder)!r} cannot be used", "give another as tokenizer="):
+    with checked_reading(f"the tokenizer in {str(folder)!r} cannot be used", "give another as tokenizer="):
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
