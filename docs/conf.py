@@ -87,7 +87,7 @@ def links_of_tutorials(_app: Any, page: str, source: list[str]) -> None:
         source[0] = source[0].replace("](../docs/", "](/")
     tutorial = r"\w+" if page.startswith("demos/") else r"(?:\.\./)+demos/\w+"
     source[0] = re.sub(
-        rf"\[([^]]+)\]\(({tutorial})\.ipynb\)",
+        rf"\[([^][]+)\]\(({tutorial})\.ipynb\)",
         lambda link: f"{{doc}}`{link[1]} </demos/{link[2].rpartition('/')[2]}>`",
         source[0],
     )
