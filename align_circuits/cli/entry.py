@@ -157,15 +157,13 @@ def parse_verb(name: str, *options: str) -> Any:
     kind, out, err = verb_class(name), StringIO(), StringIO()
     try:
         with redirect_stdout(out), redirect_stderr(err):
-            verb = tyro.cli(kind, args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
-            verb = verb.with_defaults(options)
+            read = tyro.cli(kind, args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
     except SystemExit:
         print(_unboxed(out.getvalue()), end="")
         if error := err.getvalue():
             _refuse(f"{_in_a_sentence(kind, _unboxed(error))} ({PROGRAM} {name} --help)")
         raise
-    sys.stderr.write(err.getvalue())  # what was warned of, such as a broken experiment of another package
-    return verb
+    return read.with_defaults(options)  # may warn, such as of a broken experiment of another package
 
 
 def _help_of(verb: str, *, everything: bool) -> str:
