@@ -1,32 +1,29 @@
 """What the tests of several verbs need."""
 
+from functools import partial
+
 import pytest
 
 from align_circuits.cli import main
 
 
+def _said(capsys, status: int, arguments: list[str]) -> str:
+    __tracebackhide__ = True
+    assert main(arguments) == status
+    said = capsys.readouterr()
+    return said.err if status else said.out
+
+
 @pytest.fixture
 def ran(capsys):
     """Runs a command that succeeds, and returns what it prints."""
-
-    def run(arguments: list[str]) -> str:
-        __tracebackhide__ = True
-        assert main(arguments) == 0
-        return capsys.readouterr().out
-
-    return run
+    return partial(_said, capsys, 0)
 
 
 @pytest.fixture
 def declined(capsys):
     """Runs a command that is refused, and returns what it says of it."""
-
-    def run(arguments: list[str]) -> str:
-        __tracebackhide__ = True
-        assert main(arguments) == 2
-        return capsys.readouterr().err
-
-    return run
+    return partial(_said, capsys, 2)
 
 
 @pytest.fixture(scope="session")
