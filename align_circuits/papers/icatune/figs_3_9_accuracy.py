@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pandas as pd
@@ -102,24 +102,13 @@ N_COMPARED = 600
 
 
 def _jobs(config: Grid, inputs: Inputs) -> list[Measurement]:
-    tasks = [
-        {"style": style, "x_len": m, "phrase_len": c, "n_examples": config.n_examples}
-        for style in STYLES
-        for m in config.x_lens
-        for c in config.phrase_lens
-    ]
-    compared = [
-        task
-        for task in tasks
-        if config.n_compared
-        and task["style"] == "standard"
-        and task["x_len"] == max(config.x_lens)
-        and task["phrase_len"] in (min(config.phrase_lens), max(config.phrase_lens))
-    ]
-    others = [task for task in tasks if task not in compared]
-    return on_tasks(accuracy, inputs, others, n=config.n) + on_tasks(
-        accuracy, inputs, compared, n=config.n_compared or config.n
-    )
+    ends = min(config.phrase_lens), max(config.phrase_lens)
+    jobs = []
+    for style, m, c in product(STYLES, config.x_lens, config.phrase_lens):
+        task = {"style": style, "x_len": m, "phrase_len": c, "n_examples": config.n_examples}
+        is_compared = style == "standard" and m == max(config.x_lens) and c in ends
+        jobs += on_tasks(accuracy, inputs, [task], n=(is_compared and config.n_compared) or config.n)
+    return jobs
 
 
 def _several_symbols(table: Table) -> Table:
