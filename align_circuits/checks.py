@@ -79,8 +79,15 @@ def checked(function: T) -> T:
         for name, value in given.arguments.items():
             if isinstance(value, np.generic):  # a number from an array or a table
                 given.arguments[name] = value.item()
-            if name in hints and known.parameters[name].kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-                check_argument(_name(function), name, given.arguments[name], hints[name])
+            if name in hints:
+                several = known.parameters[name].kind
+                named = {name: given.arguments[name]}
+                if several is Parameter.VAR_KEYWORD:
+                    named = value
+                elif several is Parameter.VAR_POSITIONAL:
+                    named = {f"{name}[{index}]": item for index, item in enumerate(value)}
+                for argument, item in named.items():
+                    check_argument(_name(function), argument, item, hints[name])
         return function(*given.args, **given.kwargs)
 
     return wrapper  # pyright: ignore[reportReturnType]

@@ -18,7 +18,7 @@ from align_circuits.hooks.compat import architectures, bridges
 from align_circuits.hooks.head_names import HeadLike, describe, head_of, layers_of, shared_at
 from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.names import Site, at_padding, has_heads_first, is_pattern, name_of
-from align_circuits.hooks.probes import Change, Probes, dry_run
+from align_circuits.hooks.probes import Change, Probes, check_lands, dry_run
 from align_circuits.prompts.prompts import Prompts
 
 
@@ -77,7 +77,8 @@ class Edit(ABC):
     ) -> list[tuple[str, Callable[..., Tensor | None]]]:
         """Returns the edit as hooks for `model.hooks(fwd_hooks=...)` or `model.run_with_hooks(..., fwd_hooks=...)`.
 
-        The hooks first run on two tokens: one that would never fire raises here instead of changing nothing.
+        The hooks first run on two tokens: one that would never fire, or whose change the model would drop, raises here
+        instead of changing nothing.
 
         Args:
             model: A model with TransformerLens's hooks.
@@ -86,11 +87,13 @@ class Edit(ABC):
                 `evaluate(model, prompts, edits=[edit])`.
 
         Raises:
-            ValueError: A head that the model does not have, a hook that never fires, or `prompts` missing.
+            ValueError: A head that the model does not have, a hook that never fires or is not read, or `prompts`
+                missing.
         """
         context = None if prompts is None else BatchContext.all_of(prompts)
         changes = as_hooked(changes_of([self], model, context), model)
         dry_run(model, changes).check()
+        check_lands(model, changes)
         return Probes(model, changes).fwd_hooks
 
     @abstractmethod

@@ -15,9 +15,9 @@ SLACK = 1.1
 
 ROOMS = {
     "align_circuits": (390, 300),
-    "align_circuits/jobs": (1730, 1000),
-    "align_circuits/prompts": (1780, 1300),
-    "align_circuits/tables": (1780, 1100),
+    "align_circuits/jobs": (1740, 1000),
+    "align_circuits/prompts": (1795, 1300),
+    "align_circuits/tables": (1805, 1100),
     "align_circuits/tasks": (2162, 2100),
     "align_circuits/models": (3120, 2400),
     "align_circuits/run": (2215, 1500),
@@ -26,10 +26,10 @@ ROOMS = {
     "align_circuits/localizers": (560, 500),
     "align_circuits/report": (2060, 1700),
     "align_circuits/training": (2026, 1400),
-    "align_circuits/cli": (2990, 1500),
+    "align_circuits/cli": (3010, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3920, 2600),
-    "tests": (33410, 20000),
+    "tests": (33540, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -128,11 +128,11 @@ class PromptVerb(Verb):
     task: tyro.conf.OmitArgPrefixes[Seq2SeqTask] = field(default_factory=Seq2SeqTask)
     """The translation task that prompts are sampled from, without --prompts and --task."""
     n: int | None = None
-    """How many prompts: by default 64 if a task samples them, and all of a file."""
+    """How many prompts: by default 64 if a task samples them, and all of a file, or its first N lines."""
     targets: Literal["all", "first"] = "all"
     """Of a file's answers of several tokens, whether all tokens count or the first alone."""
     seed: int = 0
-    """The seed of the prompts, and of the places of a planted circuit's heads."""
+    """The seed of all that is drawn, such as a task's prompts; a file of prompts is read as it stands."""
     engine: Engine = "auto"
     """"fast" is Hugging Face's attention, "reference" TransformerLens's hooks; "auto" takes the fast one if it can."""
     batch_size: int | Literal["auto"] = "auto"
@@ -175,10 +175,11 @@ class PromptVerb(Verb):
     @cached_property
     def source(self) -> Task:
         """The task that prompts are sampled from, if they come from no file."""
+        own = "--task" if self.own_task is not None else "--prompts" if self.prompts is not None else None
+        if own and (options := [*_options(self.task, Seq2SeqTask())]):
+            raise ValueError(f"{options[0]} is an option of the translation task: leave it out, or {own}")
         if self.own_task is None:
             return self.task
-        if options := [*_options(self.task, Seq2SeqTask())]:
-            raise ValueError(f"{options[0]} is an option of the translation task: leave it out, or --task")
         return load_task(self.own_task)
 
     def provenance_of(self, table: Table) -> Provenance:

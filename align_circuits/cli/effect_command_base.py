@@ -39,7 +39,7 @@ IN_WORDS = {
 LEAST_SHARE = 0.01
 """Effects below this share of the largest are not listed among those that matter."""
 
-LISTED = "largest first of those whose interval leaves out 0"
+LISTED = "those whose interval leaves out 0, largest first"
 """Which effects `best_of` lists."""
 
 LISTED_ALONE = "largest first; a single prompt tells no interval, so take dozens"
@@ -115,6 +115,7 @@ class EffectVerb(SweepVerb):
         screened = _screened(table)
         told = [f"  {line}" for line in [*lines, *screened]]
         listed = LISTED if has_intervals(table) else LISTED_ALONE
+        caveats = [*self._of_later_tokens(clean), *caveats]
         noted = [*table.remarks, *(f"Note: {caveat}" for caveat in caveats)]
         print("\n".join([f"{self.model}: {how}, {listed}\n", *told, "", *noted]))
         warnings = [warning.replace("log_prob", "log-probability") for warning in table.where(metric=metric).warnings]
@@ -124,6 +125,17 @@ class EffectVerb(SweepVerb):
         summary = "\n\n".join(["\n".join([*answer, *warned]), *screened, *caveats])
         sections = list(_sections(table, tables, metric, prompts))
         self.finish(results, table, title=title, summary=summary, sections=sections)
+
+    def _of_later_tokens(self, prompts: Prompts) -> list[str]:
+        """What is to be known of answers of several tokens beside wrong ones."""
+        tokens = prompts.targets.groupby("prompt").size()
+        several = int((tokens > 1).sum())
+        if self.metric != "logit_diff" or self.prompts is None or not several:
+            return []
+        return [
+            f"{several} of {len(prompts)} answers have several tokens, and effects are means over all of them. Once a "
+            "right answer has begun, a wrong one may have no chance: --targets first compares first tokens alone."
+        ]
 
 
 def _sections(table: Table, tables: Mapping[str, Table], metric: str, source: Prompts | Pair) -> Iterator[Section]:
@@ -235,7 +247,9 @@ def best_of(table: Table, metric: str) -> str:
     first: Any = largest[:5]
     unclear = [head_value(row) for _, row in first[_holds_zero(first) & (first["value"].abs() > least)].iterrows()]
     larger = f". Larger than some of these, but with an interval that holds 0: {', '.join(unclear)}"
-    intervals = int(np.isfinite(table.frame["low"].to_numpy(dtype=float)).sum())
+    # An edit that changes nothing, as of a token before the first that differs, has an interval of no length.
+    low, high = table.frame[["low", "high"]].to_numpy(dtype=float).T
+    intervals = int((high - low > least_size).sum())
     by_chance = round((1 - COVERAGE) * intervals)
     chance = f" (of {intervals} intervals some {by_chance} leave out 0 by chance alone)" if by_chance else ""
     more = f". Smaller: {smaller} more{chance}" if smaller else ""

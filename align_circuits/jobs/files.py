@@ -46,9 +46,17 @@ def replacing(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{short_name(path.name)}.{uuid4().hex[:8]}.partial")
     try:
         yield temporary
+        as_any_file(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def as_any_file(path: Path) -> None:
+    """Gives a file the rights that new files have: safetensors writes files that nobody else may read."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def read_object(path: Path, **kinds: type | tuple[type, ...]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from align_circuits.jobs.files import UNIQUE, check_name, short_name, unwritable
+from align_circuits.jobs.files import UNIQUE, as_any_file, check_name, short_name, unwritable
 from align_circuits.jobs.locks import locked
 
 MARKS = ("config.json", "adapter_config.json", "call.json", "provenance.json")
@@ -61,6 +61,8 @@ def replacing_in(folder: str | Path, going: Collection[str] = ()) -> Iterator[Pa
         # It is made anew where another process has cleared it away before it was locked.
         with locked(new, make=partial(Path.mkdir, exist_ok=True)):
             yield new
+            for path in new.rglob("*.safetensors"):
+                as_any_file(path)
             _move_in(new, folder, going)
     finally:
         if new is not None:

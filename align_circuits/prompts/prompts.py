@@ -334,7 +334,13 @@ class Prompts:
         if isinstance(index, slice):
             chosen = torch.tensor(range(len(self))[index], dtype=torch.long)
         else:
-            chosen = torch.as_tensor(index)
+            wanted = f"prompts[{index!r}]: give a number, a slice, a mask, or several numbers"
+            try:
+                chosen = torch.as_tensor(index)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(wanted) from error
+            if chosen.is_floating_point() and len(chosen.reshape(-1)):  # an empty list would be of floats
+                raise TypeError(wanted)
             if chosen.dtype == torch.bool and chosen.shape != (len(self),):
                 shape = " x ".join(map(str, chosen.shape)) or "no"
                 raise IndexError(f"a mask of {shape} entries for {len(self)} prompts: give one entry per prompt")
@@ -455,6 +461,7 @@ class Prompts:
             raise ValueError("no target is left: choose at least one")
         return self._with_targets(torch.from_numpy(np.flatnonzero(chosen)))
 
+    @checked
     def with_relations(self, /, **relations: Relation) -> "Prompts":
         """Returns the prompts with more relations, by name; one of the same name is replaced.
 

@@ -111,7 +111,7 @@ class Relation:
         """Does what `from_pairs` does; `names` is how messages call each prompt, such as `"line 3"` of a file."""
         if not pairs:
             raise ValueError(f"relation {name!r}: no pairs; give (prompt, query, keys) for each row")
-        if candidates is None or (len(candidates) and isinstance(candidates[0], int | str)):
+        if candidates is None or (len(candidates) and isinstance(candidates[0], int | str | np.integer)):
             of_rows: Sequence[Any] = [candidates] * len(pairs)
         else:
             of_rows = candidates
@@ -197,7 +197,8 @@ class _Row:
         candidates: Any,
         names: Sequence[str],
     ) -> None:
-        self.prompt, query, keys = pair
+        prompt, query, keys = pair
+        self.prompt = _number(prompt, f"relation {name!r}, prompt")
         if not 0 <= self.prompt < len(prompts):
             raise ValueError(
                 f"relation {name!r}, prompt {self.prompt}: there are {len(prompts)} prompts, counted from 0"
@@ -225,12 +226,20 @@ class _Row:
 
     def _column(self, where: str, prompts: Any, place: int | str) -> int:
         try:
-            column = int(prompts.columns_of(place)[self.prompt]) if isinstance(place, str) else operator.index(place)
+            named = isinstance(place, str)
+            column = int(prompts.columns_of(place)[self.prompt]) if named else _number(place, f"{where}: column")
         except KeyError as error:
             raise KeyError(f"{where}: {error.args[0]}") from None
         if not (0 <= column < prompts.mask.shape[1] and bool(prompts.mask[self.prompt, column])):
             raise ValueError(f"{where}: no token at column {column} of prompts.tokens")
         return column
+
+
+def _number(given: Any, what: str) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise WrongArgument(f"{what} is {given!r}: give a whole number") from None
 
 
 def _labels(

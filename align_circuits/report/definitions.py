@@ -12,8 +12,8 @@ from align_circuits.prompts.token_html import Html
 
 _ENTRY = re.compile(r"^(?![#:])(?P<terms>.+)\n: (?P<meaning>.+)$", re.MULTILINE)
 
-_ORDINARY = {"group"}
-"""A term that reports mostly use in its everyday sense: it is not linked."""
+_ORDINARY = {"group", "chance"}
+"""Terms that reports mostly use in their everyday sense: they are not linked."""
 
 _NEVER = ("The tool", "Engine")
 """Sections of the glossary that no report needs."""

@@ -24,6 +24,7 @@ from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.ranking import P_VALUES
 from align_circuits.tables.tables import SHARES, Table
 
 MetricName = Literal["accuracy", "choice_accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
@@ -59,7 +60,7 @@ def checked_names(metrics: Sequence[Any], takes: str = "(logits, targets)") -> l
         ValueError: A function that does not take two arguments, or is called as a metric of the package, whose bounds
             and ranking its numbers would be given; or two metrics of one name.
     """
-    taken = {*get_args(MetricName), *SHARES}
+    taken = {*get_args(MetricName), *SHARES, *P_VALUES}
     for metric in metrics:
         if callable(metric) and (name := name_of_metric(metric)) in taken:
             raise ValueError(f"a function called {name!r}, which is a metric of the package: rename the function")

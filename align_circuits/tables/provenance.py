@@ -47,6 +47,12 @@ class Provenance:
             records = left or records
         return [part for record in records for part in Provenance(**record).joined(frame)] or [self]
 
+    def subtracted(self) -> "list[Provenance]":
+        """Returns where both sides of a difference came from, and theirs if they are differences; else this alone."""
+        if self.verb != "difference":
+            return [self]
+        return [run for side in ("left", "right") for run in Provenance(**self.settings[side]).subtracted()]
+
     def to_json(self) -> str:
         """Returns the provenance as indented JSON."""
         return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"

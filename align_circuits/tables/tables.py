@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from io import StringIO
+from itertools import product
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any, Literal
 
@@ -314,7 +316,13 @@ class Table:
         return self.where(**of_all)
 
     def heads(self) -> "Table":
-        """Returns the rows of single heads, without those of layers and of the whole model."""
+        """Returns the rows of single heads, without those of layers and of the whole model.
+
+        Raises:
+            ValueError: A table that is not about heads.
+        """
+        if not {"level", "head"} & {*self.keys}:
+            raise ValueError(f"no heads: this table has the keys {', '.join(self.keys)}; give one of single heads")
         single = self.frame["level"] == "head" if "level" in self.frame else self.frame["head"].notna()
         return self._rows(np.flatnonzero(single))
 
@@ -450,13 +458,15 @@ class Table:
         (`intervals.proportion_change`), which are -1 and 1, or -2 and 2 for differences of changes; it is NaN where a
         prompt weighs differently on both sides. Where the prompts are known to differ, the interval is that of
         independent prompts (`intervals.unpaired_difference`), mostly too wide where some are the same. Else, as for
-        clean and corrupted prompts or the same prompts with other targets (`in_common`), there is no honest interval,
-        and low and high are NaN. A difference has no baselines.
+        clean and corrupted prompts, the same prompts with other targets, or differences that share a side
+        (`in_common`), there is no honest interval, and low and high are NaN. A difference has no baselines.
 
         Raises:
             ValueError: Tables of other rows, or of patches in different directions, or a key that one table lacks and
                 that tells rows of the other apart.
         """
+        if not isinstance(other, Table):
+            return NotImplemented
         left, right = (directions_of(table) for table in (self, other))
         if left and right and left != right:
             raise ValueError(
@@ -687,18 +697,20 @@ class Table:
             raise ValueError(f"{str(folder / 'provenance.json')!r}: {error}") from error
         try:
             texts, empty = (json.loads(text).get(name, []) for name in (TEXTS, EMPTY))
-            frame = pd.read_csv(path)
+            frame = pd.read_csv(path, low_memory=False)  # whole, or each part of a column could get a type of its own
             if texts:
                 # Among texts, "None" and "NA" are names.
                 missing = {name: [] if name in empty else [""] for name in texts}
                 as_texts = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=missing)
                 frame = frame.assign(**{name: as_texts[name].astype(object) for name in texts})
             if pd.api.types.is_string_dtype(frame["value"]):  # some are True or False
-                frame["value"] = pd.to_numeric(frame["value"].replace({"True": 1, "False": 0}))
+                truth = frame["value"].map({"True": True, "False": False})
+                numbers = pd.to_numeric(frame["value"].mask(truth.notna()))
+                frame["value"] = truth.where(truth.notna(), numbers.astype(object))
             table = cls(frame, provenance)
             # Only to find out here, where the error can name the file, whether they are numbers.
             table.frame[list(VALUES)].astype(float)
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, KeyError, EOFError, LZMAError) as error:
             raise ValueError(f"{str(path)!r} is no table ({error}): give what Table.save wrote") from error
         if (folder / BASELINES).is_dir():
             table = replace(table, baselines=cls.load(folder / BASELINES))
@@ -783,7 +795,14 @@ def _same_data(one: Table, other: Table) -> bool:
 
 def in_common(one: Table, other: Table) -> str:
     """Returns why the prompts of two tables that cannot be paired may not be independent either; "" where they are."""
-    first, second = (table.provenance.data for table in (one, other))
+    runs = (table.provenance.subtracted() for table in (one, other))
+    return next(filter(None, (_in_both(first.data, second.data) for first, second in product(*runs))), "")
+
+
+def _in_both(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Why prompts of two runs may not be independent; "" where they are."""
+    if first == second and first:
+        return "both rest on the same prompts"
     if "digest" not in first or "digest" not in second:
         return "not both runs kept which prompts they measured"
     if ("groups" in first) != ("groups" in second):

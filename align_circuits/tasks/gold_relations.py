@@ -47,8 +47,8 @@ def prompts_of(
     return Prompts(
         inputs=inputs,
         mask=torch.ones_like(inputs, dtype=torch.bool),
-        token_kinds=layout.token_kinds.expand_as(inputs),
-        example=layout.example.expand_as(inputs),
+        token_kinds=layout.token_kinds.expand_as(inputs).clone(),  # the layout is of all samples
+        example=layout.example.expand_as(inputs).clone(),
         targets=targets.assign(**{name: values.flatten().numpy() for name, values in references.items()}),
         relations=relations,
         answer_tokens=letters,

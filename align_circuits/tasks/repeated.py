@@ -77,8 +77,8 @@ class RepeatedTokensTask(Task):
         if bos is not None:
             inputs = torch.cat([torch.full((n, 1), bos), inputs], dim=1)
         index = torch.arange(inputs.shape[1]) - start  # counted without BOS
-        token_kinds = torch.where(index < 0, TokenKind.BOS.value, TokenKind.TEXT.value).expand_as(inputs)
-        example = torch.where(index < 0, IGNORE, index // self.length).expand_as(inputs)
+        token_kinds = torch.where(index < 0, TokenKind.BOS.value, TokenKind.TEXT.value).expand_as(inputs).clone()
+        example = torch.where(index < 0, IGNORE, index // self.length).expand_as(inputs).clone()
 
         target_pos = index[index > self.length] + start
         prompt, target_pos = torch.arange(n).repeat_interleave(len(target_pos)), target_pos.repeat(n)

@@ -71,8 +71,9 @@ def look_up(
         ValueError: There is no tokenizer, a symbol is not one token of it, or two symbols are the same token.
     """
     check_tokenizer(tokenizer)
-    # With the size, since tokens may be added to a tokenizer later.
-    key = (len(tokenizer), tuple(alphabet), tuple(letters), colon, separator, marker, spaced)
+    # With what may be changed of a tokenizer later.
+    special = tokenizer.bos_token_id, tokenizer.unk_token_id
+    key = (len(tokenizer), *special, tuple(alphabet), tuple(letters), colon, separator, marker, spaced)
     cached = _CACHE.setdefault(tokenizer, {})
     if key in cached:
         return cached[key]

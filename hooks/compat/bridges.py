@@ -96,8 +96,11 @@ def is_copy_for_mlp(model: Any, name: str) -> bool:
     """Whether the hook point of the stream between attention and MLP holds what the MLP reads, and no more.
 
     A bridge lets `hook_resid_mid` stand for the input of the MLP's norm: what is changed there reaches the MLP, but not
-    the stream that passes it by. A `HookedTransformer` changes both.
+    the stream that passes it by. A `HookedTransformer` changes both, and so does a BLOOM whose stream goes on from that
+    norm.
     """
+    if getattr(getattr(wrapped(model), "config", None), "apply_residual_connection_post_layernorm", False):
+        return False
     point = model.hook_dict.get(name)
     return point is not None and name.endswith(".hook_resid_mid") and point.name != name
 

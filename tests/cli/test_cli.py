@@ -728,6 +728,21 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys, ran, d
     assert "the prompts have changed since the first run" in declined(["rerun", str(tmp_path / "patch")])
 
 
+def test_options_of_the_translation_task_do_not_go_with_a_file(pairs_file, declined):
+    said = declined(["patch", "--model", "toy-llama", "--prompts", str(pairs_file), "--x-len", "3"])
+    assert "--x-len is an option of the translation task: leave it out, or --prompts" in said
+
+
+def test_answers_of_several_tokens_beside_wrong_ones_are_told(tiny, tmp_path, ran):
+    lines = [{"text": f"k{a}m", "answer": answer, "wrong": a} for a, answer in (("A", "B"), ("C", "DE"), ("F", "G"))]
+    lines[1]["wrong"] = "HI"
+    (path := tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["ablate", "--model", tiny, "--prompts", str(path), "--metric", "logit_diff", "--heads", "L0H1", "--out"]
+    said, first = ran([*words, str(tmp_path / "all")]), ran([*words, str(tmp_path / "first"), "--targets", "first"])
+    assert "Note: 1 of 3 answers have several tokens, and effects are means over all of them." in said
+    assert "several tokens" not in first
+
+
 def test_larger_effects_in_the_other_direction_are_named():
     """But not those whose interval holds 0, and none that is smaller than the last of those that matter most."""
     values = [(5.0, 4), (4.0, 3), (3.0, 2), (2.0, 1), (1.0, 0.5), (-2.5, -3), (-9.0, -19), (-0.5, -0.6)]
@@ -759,7 +774,8 @@ def test_larger_effects_in_the_other_direction_are_named():
     assert of_one.startswith("L0H7 0.50 [0.40, 0.60]. In the other direction: L0H0 -8.00"), "though six are larger"
     assert of_one.count("[") == 7 and of_one.endswith(". Smaller: 1 more")
     many = pd.concat([frame.assign(layer=layer) for layer in range(5)])
-    of_many = effect_command_base.best_of(Table(many, Provenance("patch")), "a")
+    nothing = many.assign(layer=many["layer"] + 5, value=0.0, low=0.0, high=0.0)  # as before the first changed token
+    of_many = effect_command_base.best_of(Table(pd.concat([many, nothing]), Provenance("patch")), "a")
     assert ". Smaller: 29 more (of 40 intervals some 2 leave out 0 by chance alone)" in of_many
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import transformers
 from legs import product, slow_but
 from refusals import refused
 from torch import Tensor
@@ -947,3 +948,30 @@ def test_scores_of_zero_attend_equally_to_all_that_is_not_masked(models, name):
         logits = model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", equal)])[0]
         expected = logits[query[prompt == index] - padding].double()
         torch.testing.assert_close(found[prompt == index], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_hooks_whose_change_the_model_drops_are_refused():
+    """OPT leaves its attention to Hugging Face, and shows weights that were computed elsewhere."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48}
+    config = transformers.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64)
+    with torch.random.fork_rng():
+        model = ac.load(transformers.OPTForCausalLM(config).eval())
+    for edit in (ac.Ablate([(0, 0)], site="pattern", how="zero"), ac.Clamp([(0, 0)], "induction")):
+        refused("a change at 'blocks.0.attn.hook_pattern' changes nothing", edit.fwd_hooks, model, EQUAL)
+    assert ac.Ablate([(0, 0)], how="zero").fwd_hooks(model, EQUAL)
+
+
+@pytest.mark.parametrize("from_the_norm", [False, True])
+def test_a_patch_between_attention_and_mlp_of_all_tokens_brings_all_back(from_the_norm):
+    """All that follows hangs on it, also in a BLOOM whose stream goes on from the norm that reads it."""
+    sizes = {"n_layer": 2, "n_head": 4, "vocab_size": 64, "hidden_size": 32, "initializer_range": 0.3}
+    config = transformers.BloomConfig(**sizes, apply_residual_connection_post_layernorm=from_the_norm)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = ac.load(transformers.BloomForCausalLM(config).eval())
+    clean = Prompts.from_tokens([[1, 5, 6, 7, 8, 9, 5, 6]])
+    other = replace(clean, inputs=torch.tensor([[1, 5, 6, 40, 8, 9, 5, 6]]), relations={})
+    pair = ac.Pair(clean, other, metric="log_prob")
+    found = ac.patch_sites(model, pair, ["resid_mid", "resid_pre"], positions=None)
+    effects = found.where(kind="all").frame["value"].to_list()
+    assert effects == pytest.approx(effects[:1] * 4, abs=1e-5) and abs(effects[0]) > 0.01

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from refusals import raised, refused
 
 import align_circuits as ac
+from align_circuits.checks import WrongArgument
 from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, TokenKind, text_of, vocabulary_hash
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.prompts.token_html import GROUP_COLOURS, Mark, draw_tokens
@@ -470,3 +471,14 @@ def test_vectors_have_no_tokens():
     with pytest.raises(ValueError, match="these prompts are vectors, not tokens"):
         _ = prompts.tokens
     assert len(prompts[:2]) == 2
+
+
+def test_prompts_are_chosen_by_numbers():
+    prompts = Prompts.from_tokens([[5, 7, 9], [5, 7, 8]])
+    for wrong in ("END", 1.7, [0.9], {"a": 1}):
+        with pytest.raises(TypeError, match="give a number, a slice, a mask, or several numbers"):
+            prompts[wrong]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WrongArgument, match="with_relations: x is the text 'induction', not Relation"):
+        prompts.with_relations(x="induction")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WrongArgument, match="with_token_kinds: END is the text 'x', not TokenKind"):
+        prompts.with_token_kinds(END="x")  # pyright: ignore[reportArgumentType]

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import raised, refused
 
+from align_circuits.checks import WrongArgument
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import IGNORE, Relation
@@ -241,3 +243,11 @@ def test_a_position_is_a_whole_number_and_a_row_has_a_target():
     first = prompts.select_targets(lambda targets: targets["prompt"] == 0)
     with pytest.raises(ValueError, match=r"prompt 1: the prompt has no target; leave it out with prompts\[\.\.\.\]"):
         Relation.from_pairs([(1, 2, [1])], prompts=first)
+
+
+def test_positions_of_pairs_are_whole_numbers():
+    prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
+    with pytest.raises(WrongArgument, match=r"relation 'own', prompt 0: column is 3\.0: give a whole number"):
+        Relation.from_pairs([(0, 3.0, [0])], prompts=prompts)  # pyright: ignore[reportArgumentType]
+    made = Relation.from_pairs([(np.int64(0), np.int64(3), [0])], prompts=prompts, candidates=[np.int64(0), 1])
+    assert made.keys_of(0) == [0]

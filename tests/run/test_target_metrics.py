@@ -18,7 +18,14 @@ import align_circuits as ac
 from align_circuits.circuits.direct_effects import direct_logit_attribution as dla
 from align_circuits.hooks.graph import Graph
 from align_circuits.prompts.prompts import WRONG
-from align_circuits.run.target_metrics import Metric, TargetMetrics, means_by_prompt, name_of_metric, repeat
+from align_circuits.run.target_metrics import (
+    Metric,
+    TargetMetrics,
+    checked_names,
+    means_by_prompt,
+    name_of_metric,
+    repeat,
+)
 
 LENGTHS = {"even": (6, 6, 6), "padded": (4, 7, 6)}
 STEP = 1e-4
@@ -494,3 +501,15 @@ def test_a_logit_difference_needs_a_wrong_answer(halves):
     refused(
         r"metric='logit_diff' compares with a wrong answer, .*answer=, wrong=\)", ac.Pair, *plain, metric="logit_diff"
     )
+
+
+@pytest.mark.parametrize("name", ["p", "q", "causal_p"])
+def test_no_metric_of_a_user_is_called_as_a_p_value(name):
+    """Tables rank p-values with the smallest first."""
+
+    def metric(logits, _):
+        return logits[:, 0]
+
+    metric.__name__ = name
+    with pytest.raises(ValueError, match=f"a function called '{name}', which is a metric of the package"):
+        checked_names([metric])

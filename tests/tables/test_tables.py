@@ -748,3 +748,56 @@ def test_a_text_without_letters_and_truth_values_beside_numbers_are_read_as_they
 def test_per_prompt_values_come_with_their_weights():
     made = table()
     refused("and weights of shape None: give both, in one shape", Table, made.frame, made.provenance, made.values)
+
+
+def test_keys_of_a_long_table_keep_their_type_when_loaded(tmp_path):
+    """pandas reads a long file in parts, and would take the "1" of some parts for numbers."""
+    rows = pd.DataFrame({"run": ["1"] * 150_000 + ["all"] * 10, "row": range(150_010), "value": 0.5})
+    Table(rows.assign(low=0.4, high=0.6, n=1), Provenance("made")).save(tmp_path / "long")
+    assert len(Table.load(tmp_path / "long").where(run="1")) == 150_000
+
+
+def test_truth_values_beside_numbers_keep_their_interval_when_loaded(tmp_path):
+    rows = [{"measure": "emerged", "seed": seed, "value": True} for seed in range(6)]
+    rows += [{"measure": "step", "seed": seed, "value": 100.0 + seed} for seed in range(6)]
+    made = Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1), Provenance("made"))
+    made.save(tmp_path / "mixed")
+    loaded = Table.load(tmp_path / "mixed").over_seeds().frame
+    pd.testing.assert_frame_equal(loaded, made.over_seeds().frame)
+    assert loaded["low"][0] == pytest.approx(0.025 ** (1 / 6)), "the exact binomial one"
+
+
+def test_differences_that_share_prompts_have_no_interval():
+    """Their errors are not independent: x - y and y - z share those of y."""
+    x, y, z, w = (table(seed=seed, data={**DATA, "digest": name * 16}) for seed, name in enumerate("xyzw"))
+    assert in_common(x - y, y - z) == "both rest on the same prompts"
+    for shared in ((x - y) - (y - z), y - (x - y), ((x - y) - (z - w)) - x):
+        assert shared.frame["low"].isna().all() and shared.frame["high"].isna().all()
+    assert not ((x - y) - (z - w)).frame["low"].isna().any()
+
+
+@pytest.mark.parametrize("name", ["table.csv.xz", "table.csv"])
+def test_a_damaged_table_is_named(tmp_path, name):
+    table().save(tmp_path, compress=name.endswith("xz"))
+    whole = (tmp_path / name).read_bytes()
+    damaged = [whole[:-20], b"junk"] if name.endswith("xz") else [b"metric,low\na,1\n"]
+    for content in damaged:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}' is no table .*give what Table.save wrote"):
+            Table.load(tmp_path)
+
+
+def test_a_saved_table_can_be_read_by_others_as_new_files_can(tmp_path):
+    table().save(tmp_path / "kept")
+    (tmp_path / "new").touch()
+    modes = {path.stat().st_mode for path in [*(tmp_path / "kept").iterdir(), tmp_path / "new"] if path.is_file()}
+    assert len(modes) == 1 and (tmp_path / "kept/values.safetensors").exists()
+
+
+def test_only_a_table_of_heads_has_rows_of_heads():
+    made = Table(pd.DataFrame({"metric": ["a"], "value": 0.5, "low": 0.4, "high": 0.6, "n": 1}), Provenance("made"))
+    for asked in (made.heads, lambda: made.to_array("a")):
+        with pytest.raises(ValueError, match="no heads: this table has the keys metric"):
+            asked()
+    with pytest.raises(TypeError, match="unsupported operand"):
+        made - 3  # pyright: ignore[reportOperatorIssue]

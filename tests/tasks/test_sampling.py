@@ -313,3 +313,23 @@ def test_what_tasks_share_cannot_be_changed():
     assert ids is look_up(tokenizer, "AB", "xy", ":", "\n", "", False)
     with pytest.raises(FrozenInstanceError):
         setattr(ids, "letters", ())  # noqa: B010
+
+
+def test_writing_into_a_sample_changes_no_other_prompt():
+    tokenizer = bundled()
+    task = Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
+    fresh = task.sample(4, tokenizer, seed=0)
+    mine = task.sample(4, tokenizer, seed=0)
+    mine.token_kinds[0, 2] = 8
+    mine.example[0, 2] = 8
+    again = task.sample(4, tokenizer, seed=0)
+    assert torch.equal(mine.token_kinds[1:], fresh.token_kinds[1:])
+    assert torch.equal(again.token_kinds, fresh.token_kinds) and torch.equal(again.example, fresh.example)
+
+
+def test_a_task_follows_a_tokenizer_whose_bos_was_changed():
+    tokenizer = bundled()
+    task = Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
+    with_bos = task.sample(1, tokenizer)
+    tokenizer.bos_token = None
+    assert task.sample(1, tokenizer).inputs.shape[1] == with_bos.inputs.shape[1] - 1
