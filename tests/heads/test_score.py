@@ -314,7 +314,7 @@ def test_a_score_of_ones_own_equals_loops_over_the_cache(models, prompts, name, 
         assert set(rows["n"]) == {len(expected[0, 0])} and (rows["high"] > 1).any()  # no share: 1 bounds no interval
         assert table.provenance.settings["metrics"] == ["distance", "sink"]
         alone = values(ac.score_heads(model, asked, ["sink"]), "sink")
-        assert values(table, "sink") == pytest.approx(alone, rel=1e-5)  # the function changed what it was given
+        assert values(table, "sink") == pytest.approx(alone, rel=1e-4)  # the function changed what it was given
     best = table.top("distance", 1).frame
     assert best["value"].item() == max(value for (_, head), value in found.items() if head is not None)
     assert ac.plots.head_map(table, "distance").data and ac.plots.top_heads(table, ["distance"]).data

@@ -237,9 +237,8 @@ def test_relations_that_cannot_be_made(pairs, candidates, message):
     refused(f"^relation 'own'.*{message}", Relation.from_pairs, pairs, prompts=prompts, candidates=candidates)
 
 
-def test_a_position_is_a_whole_number_and_a_row_has_a_target():
+def test_a_row_has_a_target():
     prompts = Prompts.from_tokens([[5, 7, 9, 5], [5, 7, 9]])
-    raised(TypeError, "float", Relation.from_pairs, [(0, 2.5, [0])], prompts=prompts)  # pyright: ignore[reportArgumentType]
     first = prompts.select_targets(lambda targets: targets["prompt"] == 0)
     with pytest.raises(ValueError, match=r"prompt 1: the prompt has no target; leave it out with prompts\[\.\.\.\]"):
         Relation.from_pairs([(1, 2, [1])], prompts=first)
