@@ -71,7 +71,10 @@ class Each(Verb):
         if len(self.seeds) > 1:
             means = table.over_seeds()
             means.save(results.new / "over_seeds")
-            sections.append(("Over seeds", "Means with 95% t intervals; n: the number of seeds.", means))
+            told = "Means with 95% t intervals; n: the number of seeds."
+            if means.frame["low"].isna().all():
+                told = "No intervals: all seeds gave the same numbers, since none of these is drawn."
+            sections.append(("Over seeds", told, means))
         for run in runs:
             text = (Path(run["folder"]) / OUTPUT).read_text(encoding="utf-8")
             print(f"== {_name(run)}: {run['folder']}\n{text}")

@@ -56,6 +56,13 @@ def test_variants_are_columns():
     assert (made["settings"]["task"]["x_len"], made["settings"]["task"]["style"]) == (3, "pre-aligned")
 
 
+def test_seeds_that_draw_nothing_are_told():
+    Path("p.jsonl").write_text('{"text": "kAm", "answer": "B"}\n{"text": "kCm", "answer": "D"}\n')
+    verb = ["evaluate", "--model", "tiny", "--prompts", "p.jsonl"]
+    assert main(["each", "--seeds", "0", "1", "--out", "run", "--", *verb]) == 0
+    assert "No intervals: all seeds gave the same numbers" in Path("run/report.html").read_text(encoding="utf-8")
+
+
 def test_runs_whose_names_are_alike_have_folders_of_their_own():
     Path("a").mkdir()
     for place, answer in (("a/p.jsonl", "b"), ("a-p.jsonl", "c")):
