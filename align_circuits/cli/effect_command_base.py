@@ -120,7 +120,7 @@ class EffectVerb(SweepVerb):
         print("\n".join([f"{self.model}: {how}, {listed}\n", *told, "", *noted]))
         warnings = [warning.replace("log_prob", "log-probability") for warning in table.where(metric=metric).warnings]
         warned = [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
-        found = f"{what}, {listed}:"
+        found = f"{what}:" if all(line.startswith("no effect") for line in lines) else f"{what}, {listed}:"
         answer = [f"{found} {lines[0]}. {but}"] if len(lines) == 1 else [found, *lines, but]
         summary = "\n\n".join(["\n".join([*answer, *warned]), *screened, *caveats])
         sections = list(_sections(table, tables, metric, prompts))

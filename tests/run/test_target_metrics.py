@@ -505,8 +505,6 @@ def test_a_logit_difference_needs_a_wrong_answer(halves):
 
 @pytest.mark.parametrize("name", ["p", "q", "causal_p"])
 def test_no_metric_of_a_user_is_called_as_a_p_value(name):
-    """Tables rank p-values with the smallest first."""
-
     def metric(logits, _):
         return logits[:, 0]
 
