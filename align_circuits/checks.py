@@ -80,12 +80,12 @@ def checked(function: T) -> T:
             if isinstance(value, np.generic):  # a number from an array or a table
                 given.arguments[name] = value.item()
             if name in hints:
-                several = known.parameters[name].kind
-                named = {name: given.arguments[name]}
+                several, arguments = known.parameters[name].kind, given.arguments[name]
+                named: Mapping[str, Any] = {name: arguments}
                 if several is Parameter.VAR_KEYWORD:
-                    named = value
+                    named = arguments
                 elif several is Parameter.VAR_POSITIONAL:
-                    named = {f"{name}[{index}]": item for index, item in enumerate(value)}
+                    named = {f"{name}[{index}]": item for index, item in enumerate(arguments)}
                 for argument, item in named.items():
                     check_argument(_name(function), argument, item, hints[name])
         return function(*given.args, **given.kwargs)

@@ -72,7 +72,7 @@ class Each(Verb):
             means = table.over_seeds()
             means.save(results.new / "over_seeds")
             told = "Means with 95% t intervals; n: the number of seeds."
-            if means.frame["low"].isna().all():
+            if np.isnan(means.frame["low"].to_numpy(float)).all():
                 told = "No intervals: all seeds gave the same numbers, since none of these is drawn."
             sections.append(("Over seeds", told, means))
         for run in runs:

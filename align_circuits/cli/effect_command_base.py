@@ -128,8 +128,7 @@ class EffectVerb(SweepVerb):
 
     def _of_later_tokens(self, prompts: Prompts) -> list[str]:
         """What is to be known of answers of several tokens beside wrong ones."""
-        tokens = prompts.targets.groupby("prompt").size()
-        several = int((tokens > 1).sum())
+        several = int((prompts.column("prompt").bincount() > 1).sum())
         if self.metric != "logit_diff" or self.prompts is None or not several:
             return []
         return [

@@ -704,9 +704,8 @@ class Table:
                 as_texts = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=missing)
                 frame = frame.assign(**{name: as_texts[name].astype(object) for name in texts})
             if pd.api.types.is_string_dtype(frame["value"]):  # some are True or False
-                truth = frame["value"].map({"True": True, "False": False})
-                numbers = pd.to_numeric(frame["value"].mask(truth.notna()))
-                frame["value"] = truth.where(truth.notna(), numbers.astype(object))
+                truth = {"True": True, "False": False}
+                frame["value"] = [truth[text] if text in truth else float(text) for text in frame["value"]]
             table = cls(frame, provenance)
             # Only to find out here, where the error can name the file, whether they are numbers.
             table.frame[list(VALUES)].astype(float)

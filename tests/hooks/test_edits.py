@@ -952,8 +952,8 @@ def test_scores_of_zero_attend_equally_to_all_that_is_not_masked(models, name):
 
 def test_hooks_whose_change_the_model_drops_are_refused():
     """OPT leaves its attention to Hugging Face, and shows weights that were computed elsewhere."""
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48}
-    config = transformers.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64)
+    sizes: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48}
+    config: Any = transformers.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64)
     with torch.random.fork_rng():
         model = ac.load(transformers.OPTForCausalLM(config).eval())
     for edit in (ac.Ablate([(0, 0)], site="pattern", how="zero"), ac.Clamp([(0, 0)], "induction")):
@@ -964,7 +964,7 @@ def test_hooks_whose_change_the_model_drops_are_refused():
 @pytest.mark.parametrize("from_the_norm", [False, True])
 def test_a_patch_between_attention_and_mlp_of_all_tokens_brings_all_back(from_the_norm):
     """All that follows hangs on it, also in a BLOOM whose stream goes on from the norm that reads it."""
-    sizes = {"n_layer": 2, "n_head": 4, "vocab_size": 64, "hidden_size": 32, "initializer_range": 0.3}
+    sizes: Any = {"n_layer": 2, "n_head": 4, "vocab_size": 64, "hidden_size": 32, "initializer_range": 0.3}
     config = transformers.BloomConfig(**sizes, apply_residual_connection_post_layernorm=from_the_norm)
     with torch.random.fork_rng():
         torch.manual_seed(0)

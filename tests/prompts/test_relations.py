@@ -1,6 +1,6 @@
 """Relations beside loops over positions."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -248,5 +248,6 @@ def test_positions_of_pairs_are_whole_numbers():
     prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
     with pytest.raises(WrongArgument, match=r"relation 'own', prompt 0: column is 3\.0: give a whole number"):
         Relation.from_pairs([(0, 3.0, [0])], prompts=prompts)  # pyright: ignore[reportArgumentType]
-    made = Relation.from_pairs([(np.int64(0), np.int64(3), [0])], prompts=prompts, candidates=[np.int64(0), 1])
+    zero, three = (cast(Any, np.int64(number)) for number in (0, 3))  # as from an array or a table
+    made = Relation.from_pairs([(zero, three, [0])], prompts=prompts, candidates=[zero, 1])
     assert made.keys_of(0) == [0]
