@@ -86,9 +86,10 @@ class Ablate(EffectVerb):
         count = 20 if self.n_controls is None else self.n_controls
         table, verdicts = ablate_together(model, prompts, heads, n_controls=count, seed=self.seed, options=self.options)
         told = [*(verdict.sentence for verdict in verdicts), *share_sentences(verdicts)]
-        chooses = CHOICE_ACCURACY in set(table.frame["metric"])
-        name = "choice accuracy (how often the right answer is more likely than the wrong one)"
-        intact = f"{name if chooses else 'accuracy'} is {verdicts[0].intact:.2f}"
+        accuracy = "accuracy"
+        if CHOICE_ACCURACY in set(table.frame["metric"]):
+            accuracy = "choice accuracy (how often the right answer is more likely than the wrong one)"
+        intact = f"{accuracy} is {verdicts[0].intact:.2f}"
         print(f"{self.model}: {counted(prompts)}; intact, {intact}\n")
         print("\n".join(f"  {sentence}" for sentence in told))
         drawn = any(verdict.controls for verdict in verdicts)

@@ -71,9 +71,10 @@ class Each(Verb):
         if len(self.seeds) > 1:
             means = table.over_seeds()
             means.save(results.new / "over_seeds")
+            of_seeds: Any = rows.groupby([key for key in keys if key != "seed"], dropna=False)["value"]
             told = "Means with 95% t intervals; n: the number of seeds."
-            if np.isnan(means.frame["low"].to_numpy(float)).all():
-                told = "No intervals: all seeds gave the same numbers, since none of these is drawn."
+            if (of_seeds.nunique(dropna=False) == 1).all():
+                told = "No intervals: all seeds gave the same numbers."
             sections.append(("Over seeds", told, means))
         for run in runs:
             text = (Path(run["folder"]) / OUTPUT).read_text(encoding="utf-8")
