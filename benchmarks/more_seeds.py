@@ -21,7 +21,7 @@ from jaxtyping import Bool
 from numpy import ndarray
 
 from align_circuits.papers.experiments import EXPERIMENTS
-from align_circuits.papers.lab import Inputs, Measurement, Study
+from align_circuits.papers.lab import Inputs, Measurement
 from align_circuits.tables.tables import Table
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
@@ -58,20 +58,17 @@ def are_over_seeds(frame: Any, keys: Keys) -> Bool[ndarray, " row"]:
     return rows_of(frame, dict(of_all_seeds(keys))) & over_seeds
 
 
-def lacking(study: Study, config: Any, inputs: Inputs, kept: Any, anew: Collection[str] = ()) -> set[Keys]:
-    """Returns the keys of the jobs of a config that are to be measured.
+def lacking(jobs: Collection[Keys], kept: Any, anew: Collection[str] = ()) -> set[Keys]:
+    """Returns the keys of the jobs that are to be measured.
 
     These are the jobs of which a table has no row, those that have one of the values of `anew`, and those that have
     rows with one of these over their seeds.
 
     Args:
-        study: Whose jobs they are.
-        config: One of its scales.
-        inputs: What it is given.
+        jobs: The keys of all jobs of a config.
         kept: The rows that there are.
         anew: As for `has_one`.
     """
-    jobs = {keys_of(each) for each in (*study.train(config, inputs), *study.jobs(config, inputs))}
     found = {keys for keys in jobs if has_one(keys, anew) or not rows_of(kept, dict(keys)).any()}
     beside = {of_all_seeds(keys) for keys in found if are_over_seeds(kept, keys).any()}
     return found | {keys for keys in jobs if of_all_seeds(keys) in beside}
@@ -80,6 +77,13 @@ def lacking(study: Study, config: Any, inputs: Inputs, kept: Any, anew: Collecti
 def only(jobs: Callable[[Any, Inputs], Sequence[Measurement]], wanted: set[Keys]) -> Any:
     """Returns a function as `Study.jobs` that leaves out the others."""
     return lambda config, inputs: [each for each in jobs(config, inputs) if keys_of(each) in wanted]
+
+
+def without_others(table: Table, jobs: Collection[Keys]) -> Table:
+    """Returns a table without the rows of jobs that are not among some, such as those of an arm that was renamed."""
+    frame: Any = table.frame
+    known = np.logical_or.reduce([rows_of(frame, dict(of_all_seeds(keys))) for keys in jobs])
+    return Table(frame[known], table.provenance)
 
 
 def joined(kept: Table, more: Table, measured: set[Keys]) -> Table:
@@ -117,7 +121,9 @@ def main() -> None:
     config, study = experiment.scales[options.scale], experiment.study
     kept = Table.load(RESULTS / study.name.replace("/", "-") / options.scale)
     known = Inputs({model: {"weights": ""} for model in options.model}, "")  # only the keys of jobs are read
-    asked = lacking(study, config, known, kept.frame, options.anew)
+    jobs = {keys_of(each) for each in (*study.train(config, known), *study.jobs(config, known))}
+    kept = without_others(kept, jobs)
+    asked = lacking(jobs, kept.frame, options.anew)
     wanted = {keys for keys in asked if not options.only or has_one(keys, options.only)}
     print(f"{options.name} {options.scale}: {len(wanted)} jobs to measure of {len(asked)} that are lacking")
     if not wanted:

@@ -34,9 +34,13 @@ def table(rows: list[tuple[str, int | None, float]], **model: str) -> Table:
 KEPT = table([("a", 0, 0.1), ("a", 1, 0.2), ("b", 0, 0.3), ("b", None, 0.3)])
 
 
+def jobs(more_seeds, seeds) -> set[Any]:
+    return {more_seeds.keys_of(each) for each in STUDY.jobs(seeds, NONE)}
+
+
 def test_only_what_is_lacking_is_measured(more_seeds):
     def wanted(seeds, *anew):
-        found = more_seeds.lacking(STUDY, seeds, NONE, KEPT.frame, anew)
+        found = more_seeds.lacking(jobs(more_seeds, seeds), KEPT.frame, anew)
         only = more_seeds.only(STUDY.jobs, found)
         return [(each.keys["arm"], each.seed) for each in only(seeds, NONE)]
 
@@ -44,6 +48,13 @@ def test_only_what_is_lacking_is_measured(more_seeds):
     assert wanted((0, 1, 2)) == [("a", 2), ("b", 0), ("b", 1), ("b", 2)], "b has a row over its seeds"
     assert wanted((0,), "arm=a") == [("a", 0)]
     assert wanted((0, 1), "arm=a") == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+
+
+def test_rows_of_jobs_that_are_no_longer_in_the_config_are_left_out(more_seeds):
+    gone = table([("was renamed", 0, 0.1), ("was renamed", None, 0.1)])
+    both = Table(pd.concat([KEPT.frame, gone.frame]), KEPT.provenance)
+    left = more_seeds.without_others(both, jobs(more_seeds, (0,)))
+    pd.testing.assert_frame_equal(left.frame, KEPT.frame)
 
 
 def test_a_table_of_one_seed_has_no_rows_over_seeds(more_seeds):

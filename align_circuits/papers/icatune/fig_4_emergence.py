@@ -148,7 +148,7 @@ FIG4 = Experiment(
         smoke=Tunings((SMOKE_ICA,), n=4, every=1),
         cpu=Tunings((ICA,)),
         paper=Tunings((PAPER_ICA,)),
-        smollm2=Tunings(SMOLLM2_ARMS, n=32, every=1),
+        smollm2=Tunings(SMOLLM2_ARMS, n=32, n_claimed=160, every=1),
         measured=[ends],
     ),
     _draw_emergence,

@@ -260,7 +260,7 @@ FIG5 = Experiment(
         smoke=Tunings((SMOKE_ICA,), n=4),
         cpu=Tunings((ICA,)),
         paper=Tunings((replace(PAPER_ICA, task={"x_len": 3, "phrase_len": 2, "n_examples": 15}),)),
-        smollm2=Tunings((SMOLLM2_ICA,), n=32),
+        smollm2=Tunings((replace(SMOLLM2_ICA, seeds=(1, 2, 3, 4, 5)),), n=32),  # three seeds left both claims undecided
         measured=[attention],
     ),
     _draw_maps,

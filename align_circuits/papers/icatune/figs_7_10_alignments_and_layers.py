@@ -122,7 +122,7 @@ FIG7 = Experiment(
         paper=_decays(
             replace(PAPER_ICA, task={"x_len": 8, "phrase_len": 1, "n_examples": 15}, seeds=(0, 1, 2)), 1, 4, 16
         ),
-        smollm2=_decays(replace(SMOLLM2_ONE_LETTER, config={**ONE_LETTER, "probe_every": 20}), 1, 16),
+        smollm2=_decays(replace(SMOLLM2_ONE_LETTER, config={**ONE_LETTER, "probe_every": 20}, seeds=(0, 1, 2)), 1, 16),
     ),
     _draw_decays,
     _check_decays,

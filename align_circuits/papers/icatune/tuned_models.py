@@ -90,6 +90,9 @@ ATTENDED = ("align_query_attention", "lookup_attention")
 CONDITIONS = ("in distribution", "OOD", "labels corrupted")
 """Test inputs of the grammar; any permutation of the symbols; examples written by other automata."""
 
+CLAIMED = {"before": ("in distribution",), "after": ("in distribution", "OOD")}
+"""The conditions under which claims are about a single seed, the best or the worst, so that they take more prompts."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -113,32 +116,21 @@ SMOKE_ICA = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
 SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2, (1, 2, 3))
 """The tuning of SmolLM2 that most figures are about. The recipe was tried on seed 0, which is not among these."""
 
-SMOLLM2_ONE_LETTER = Arm("phrases of one letter", ONE_LETTER_TASK, ONE_LETTER, (0, 1, 2))
+SMOLLM2_ONE_LETTER = Arm("phrases of one letter", ONE_LETTER_TASK, ONE_LETTER, tuple(range(9)))
+"""Seeds 3 to 5 were registered after 0 to 2 were seen, and 6 to 8 after these, since claims were undecided."""
 
 SMOLLM2_BY_PAPER = Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (1, 2, 3))
 
 SMOLLM2_MORE = Arm("six more seeds", SMOLLM2_TASK, {**SMOLLM2, "probe_every": 5}, (4, 5, 6, 7, 8, 9))
 """As `SMOLLM2_ICA`, probed every five steps; registered after the three arms before it were seen."""
 
-SMOLLM2_ONE_LETTER_MORE = replace(SMOLLM2_ONE_LETTER, name="phrases of one letter, three more seeds", seeds=(3, 4, 5))
 SMOLLM2_BY_PAPER_MORE = replace(SMOLLM2_BY_PAPER, name="paper's recipe, three more seeds", seeds=(4, 5, 6))
-"""Both registered after all arms above were seen, since a verdict takes more than three seeds."""
+"""Registered after all arms above were seen, since a verdict takes more than three seeds."""
 
-SAME_RECIPE = {
-    SMOLLM2_MORE.name: SMOLLM2_ICA.name,
-    SMOLLM2_ONE_LETTER_MORE.name: SMOLLM2_ONE_LETTER.name,
-    SMOLLM2_BY_PAPER_MORE.name: SMOLLM2_BY_PAPER.name,
-}
+SAME_RECIPE = {SMOLLM2_MORE.name: SMOLLM2_ICA.name, SMOLLM2_BY_PAPER_MORE.name: SMOLLM2_BY_PAPER.name}
 """Arms whose seeds are judged together with those of another, from which they differ in probes alone, if at all."""
 
-SMOLLM2_ARMS = (
-    SMOLLM2_ICA,
-    SMOLLM2_ONE_LETTER,
-    SMOLLM2_BY_PAPER,
-    SMOLLM2_MORE,
-    SMOLLM2_ONE_LETTER_MORE,
-    SMOLLM2_BY_PAPER_MORE,
-)
+SMOLLM2_ARMS = (SMOLLM2_ICA, SMOLLM2_ONE_LETTER, SMOLLM2_BY_PAPER, SMOLLM2_MORE, SMOLLM2_BY_PAPER_MORE)
 
 
 @dataclass(frozen=True)
@@ -148,6 +140,8 @@ class Tunings:
     arms: tuple[Arm, ...]
     n: int = 64
     """Fresh prompts for what is measured before and after."""
+    n_claimed: int | None = None
+    """As many under the conditions of `CLAIMED`, the first `n` among them; `n` by default."""
     every: int = 2
     """The table keeps one probe in so many."""
 
@@ -161,13 +155,18 @@ def tuned_study(
 ) -> Study:
     """Returns the study of a model that is tuned, with a config such as `Tunings` for each of the `scales`.
 
-    `measured` are functions of `prompts`, the config's `n`, and of the arguments of `tuned`; `summarize` is given their
-    rows and those of `course`.
+    `measured` are functions of `prompts`, the config's `n`, and of the arguments of `tuned`, or `ends`; `summarize` is
+    given their rows and those of `course`.
     """
 
     def jobs(config: Any, inputs: Inputs) -> list[Measurement]:
         of = arms(config, inputs)
-        return [job for function in measured for job in of_tuned(function, of, inputs, prompts=config.n)]
+        found = []
+        for function in measured:
+            found += (
+                _at_ends(of, inputs, config) if function is ends else of_tuned(function, of, inputs, prompts=config.n)
+            )
+        return found
 
     def train(config: Any, inputs: Inputs) -> list[Measurement]:
         return of_tuned(course, arms(config, inputs), inputs)
@@ -207,6 +206,10 @@ def loaded(model: str) -> Any:
     return load(model, dtype=torch.float32) if sum(each.numel() for each in stored.parameters()) < SMALL else stored
 
 
+_TUNING = ("config", "runs")
+"""The arguments of `tuned` that a model before tuning does not depend on."""
+
+
 def best_head(scores: Table, metric: str) -> Head:
     """Returns the head with the highest score, of what `score_heads` returned."""
     best = scores.top(metric, 1).frame.iloc[0]
@@ -227,30 +230,43 @@ def of_tuned(function: Callable[..., Any], arms: Sequence[Arm], inputs: Inputs, 
     ]
 
 
+def _at_ends(arms: Sequence[Arm], inputs: Inputs, config: Any) -> list[Measurement]:
+    """The two jobs of `ends` for each arm and seed; before tuning, arms on the same task share one."""
+    found = []
+    for part, conditions in CLAIMED.items():
+        claimed = dict.fromkeys(conditions, getattr(config, "n_claimed", None) or config.n)
+        n = {**dict.fromkeys(CONDITIONS, config.n), **claimed}
+        for each in of_tuned(ends, arms, inputs, part=part, n=n):
+            given = {name: value for name, value in each.config.items() if part == "after" or name not in _TUNING}
+            found.append(replace(each, config=given, keys={**each.keys, "part": part}))
+    return found
+
+
 def course(**run: Any) -> pd.DataFrame:
     """Returns all probes of a tuning; the function of a job. Arguments as for `tuned`."""
     return tuned(**run).table.frame
 
 
-def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
-    """Measures a model before and after tuning on fresh prompts under each of the `CONDITIONS`; the function of a job.
+def ends(*, part: str, n: Mapping[str, int], **run: Any) -> pd.DataFrame:
+    """Measures a model before or after tuning on fresh prompts under each of the `CONDITIONS`; the function of a job.
 
     Args:
-        prompts: How many under each.
-        **run: As for `tuned`.
+        part: `"before"` or `"after"`.
+        n: How many prompts under each.
+        **run: As for `tuned`; before, without what tells how it is tuned.
     """
-    models, task, seed = before_and_after(**run)
+    model = tuned(**run).model if part == "after" else loaded(run["model"])
+    task, seed = Seq2SeqTask(**run["task"], task_seed=run["seed"]), FRESH + run["seed"]
     frames = []
     for condition in CONDITIONS:
         changed = replace(task, ood=condition == "OOD")
-        drawn = changed.sample(prompts, models["after"].tokenizer, seed)
+        drawn = changed.sample(n[condition], model.tokenizer, seed)
         if condition == "labels corrupted":
             drawn = changed.corrupt(drawn, "labels", seed=seed)
-        for part, model in models.items():
-            right = evaluate(model, drawn).where(metric="accuracy", offset=None).frame
-            heads = score_heads(model, drawn, [*PROBED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
-            frames += [frame.assign(part=part, condition=condition) for frame in (right, heads)]
-    columns = ["part", "condition", "predictor", "metric", "kind", "layer", "head", *VALUES]
+        right = evaluate(model, drawn).where(metric="accuracy", offset=None).frame
+        heads = score_heads(model, drawn, [*PROBED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
+        frames += [frame.assign(condition=condition) for frame in (right, heads)]
+    columns = ["condition", "predictor", "metric", "kind", "layer", "head", *VALUES]
     return pd.concat(frames, ignore_index=True).loc[:, columns]
 
 

@@ -53,6 +53,18 @@ def test_a_model_is_tuned_once_for_all_that_is_measured_of_it(folder, tmp_path, 
     assert len(trained) == 2 * SMOKE["steps"]
 
 
+def test_before_tuning_arms_on_one_task_share_a_job_and_claims_about_single_seeds_take_more_prompts(folder, tmp_path):
+    arms = ARM, replace(ARM, name="larger", config={**SMOKE, "lr": 0.1})
+    study = tuned.tuned_study("test/tuned", lambda _, rows: rows["ends"], [tuned.ends])
+    config = tuned.Tunings(arms, 2, n_claimed=5)
+    jobs = study.jobs(config, Inputs({folder: {"weights": ""}}, ""))
+    assert len({str(each.job) for each in jobs}) == 6 and len(jobs) == 8
+    counts: Any = study.run(config, models=[folder], folder=tmp_path).where(metric="accuracy", kind="first").frame
+    for (part, condition), n in counts.groupby(["part", "condition"])["n"]:
+        letters = 3 * (5 if condition in tuned.CLAIMED[part] else 2)
+        assert set(n) == {letters}
+
+
 def test_mean_attention_equals_a_loop(folder):
     model = tuned.loaded(folder)
     prompts = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2).sample(4, model.tokenizer, seed=3)
