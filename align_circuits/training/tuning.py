@@ -4,7 +4,7 @@ import html
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -437,6 +437,16 @@ def described(config: TuneConfig, preset: str | None = None) -> str:
     return ", ".join(changed) or "as in the paper"
 
 
+def _contents(prompts: Prompts) -> str:
+    """Returns what tells prompts from others, not the code of their class: a run's `code` tells what it rests on."""
+
+    def parts(whole: Any) -> dict[str, Any]:
+        return {each.name: getattr(whole, each.name) for each in fields(whole)}
+
+    relations = {name: parts(relation) for name, relation in prompts.relations.items()}
+    return identity_of({**parts(prompts), "relations": relations})
+
+
 @dataclass(frozen=True)
 class _TuningData:
     """Draws the training prompts, and holds the prompts of the probes."""
@@ -456,7 +466,7 @@ class _TuningData:
     @property
     def record(self) -> Mapping[str, Any]:
         """What tells the task from others, as JSON: a run goes on only with the task that it began with."""
-        probes = {str(ood): identity_of(prompts) for ood, prompts in self.probes.items()}
+        probes = {str(ood): _contents(prompts) for ood, prompts in self.probes.items()}
         if isinstance(self.task, Seq2SeqTask):
             return asdict(self.task) | {"probes": probes}  # which tell the tokenizer
         if isinstance(self.task, OwnPrompts):
@@ -467,7 +477,7 @@ class _TuningData:
             task_identity = identity_of(self.task)  # a few prompts do not show all that it draws from
         except Unidentified:
             task_identity = None
-        task = {"task": type(self.task).__name__, "identity": task_identity, "learned": identity_of(learned)}
+        task = {"task": type(self.task).__name__, "identity": task_identity, "learned": _contents(learned)}
         return {**task, "probes": probes, "roles": [*self.scored]}
 
     @classmethod

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 import align_circuits as ac
 from align_circuits.hooks.compat import architectures, bridges, lora_merging
+from align_circuits.jobs import identity
 from align_circuits.models import quantization
 from align_circuits.models.lora import recompute, unwrapped, with_adapter
 from align_circuits.models.parameters import parameters_of
@@ -237,7 +238,7 @@ def test_a_seed_decides_everything(llama):
     assert torch.equal(one.model(tokens), same.model(tokens))
 
 
-def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, at_each_loss):
+def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, at_each_loss, monkeypatch):
     config, steps = replace(QUICK, steps=6), []
     whole = run(llama, config=config, out=tmp_path / "whole")
 
@@ -261,6 +262,9 @@ def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, at_each_loss):
     pd.testing.assert_frame_equal(whole.table.frame, rest.table.frame)
     one, other = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "killed"))
     assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    real = identity._version
+    changed = {"align_circuits.prompts.prompts": "with other code, none of which is run here"}
+    monkeypatch.setattr(identity, "_version", lambda module: changed.get(module) or real(module))
     again = run(llama, config=config, out=tmp_path / "killed")
     assert len(steps) == 4 and again.table.frame.equals(whole.table.frame)
     refused("holds another run", run, llama, config=replace(config, lr=1e-3), out=tmp_path / "killed")
