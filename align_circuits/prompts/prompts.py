@@ -132,6 +132,12 @@ class Prompts:
     intervals over prompts are over groups. None if all are independent."""
 
     def __post_init__(self):
+        parts = {name: getattr(self, name) for name in (*_TENSORS, *_OPTIONAL)}
+        for prefix in ("latent", "positions"):
+            parts |= {f"{prefix}[{name!r}]": part for name, part in getattr(self, prefix).items()}
+        for name, part in parts.items():
+            if not (isinstance(part, Tensor) or (part is None and name in _OPTIONAL)):
+                raise TypeError(f"{name} is a {type(part).__name__}: give a tensor, as torch.as_tensor makes of a list")
         shape = tuple(self.inputs.shape[:2])
         for name in ("mask", "token_kinds", "example"):
             if (size := tuple(getattr(self, name).shape)) != shape:
@@ -149,6 +155,9 @@ class Prompts:
                 )
         if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
             raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
+        numbers = self.targets.drop(columns="kind")
+        if texts := [*numbers.columns[[kind.kind not in "biuf" for kind in numbers.dtypes]]]:
+            raise ValueError(f"targets[{texts[0]!r}] holds no numbers: beside kind, columns of targets are numbers")
         for name, relation in self.relations.items():
             if len(relation) and int(relation.target.max()) >= len(self.targets):
                 raise ValueError(
@@ -794,9 +803,7 @@ class Prompts:
         tensors = {name: getattr(self, name) for name in _TENSORS}
         for prefix in ("latent", "positions"):
             tensors |= {f"{prefix}.{name}": value for name, value in getattr(self, prefix).items()}
-        tensors |= {
-            name: value for name in ("correct", "own_correct", "group") if (value := getattr(self, name)) is not None
-        }
+        tensors |= {name: value for name in _OPTIONAL if (value := getattr(self, name)) is not None}
         for column in self.targets.columns:
             if column != "kind":
                 tensors[f"targets.{column}"] = self.column(column)
@@ -850,9 +857,7 @@ class Prompts:
             **{name: tensors[name] for name in _TENSORS},
             targets=pd.DataFrame(columns),
             relations=relations,
-            correct=tensors.get("correct"),
-            own_correct=tensors.get("own_correct"),
-            group=tensors.get("group"),
+            **{name: tensors.get(name) for name in _OPTIONAL},
             token_strings={int(token): text for token, text in header["token_strings"].items()},
             tokenizer_hash=header["tokenizer_hash"],
             task=header["task"],
@@ -899,6 +904,7 @@ _FLAGS = ("name", "keys_before_query", "exchangeable")
 """The fields of a relation that are no tensors."""
 
 _TENSORS = ("inputs", "mask", "token_kinds", "example", "answer_tokens")
+_OPTIONAL = ("correct", "own_correct", "group")
 
 
 def next_token_targets(
