@@ -319,8 +319,8 @@ def emerged(frame: Any) -> pd.DataFrame:
         are first tokens, and the best head of the last probes, in distribution.
     """
     rows = []
-    within = 0.1 * float(frame["step"].max())
     for (arm, seed), run in frame.groupby(["arm", "seed"], sort=False):
+        within = 0.1 * float(run["step"].max())  # of its own steps: another arm may have more
         own: Any = run[~run["ood"] & run["offset"].isna()]
         for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in PROBED)):
             followed = own[(own["metric"] == metric) & (own["kind"] == kind)]

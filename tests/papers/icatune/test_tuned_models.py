@@ -120,6 +120,19 @@ def test_before_counts_only_what_emerged_and_was_earlier():
     assert before_in("align", "lookup")(emergence_table({"align": [10, 10]})).all()
 
 
+def test_a_tenth_of_the_steps_is_that_of_each_tuning_whatever_else_was_tuned():
+    courses = [
+        pd.DataFrame(
+            {"arm": arm, "seed": 0, "step": np.arange(0, last + 1, last // 20), "value": np.linspace(0, 1, 21)}
+        )
+        for arm, last in (("short", 240), ("long", 1000))
+    ]
+    about = {"metric": "accuracy", "kind": "first", "level": "model", "ood": False, "offset": None}
+    found: Any = tuned.emerged(pd.concat(courses).assign(**about))
+    short, long = found[found["part"] == "abruptness"]["value"]
+    assert short == pytest.approx(long) < 0.2
+
+
 def test_layers_apart_pairs_seeds():
     rows = [
         {"seed": seed, "metric": name, "layer": layer}
