@@ -130,7 +130,7 @@ def test_a_tenth_of_the_steps_is_that_of_each_tuning_whatever_else_was_tuned():
     about = {"metric": "accuracy", "kind": "first", "level": "model", "ood": False, "offset": None}
     found: Any = tuned.emerged(pd.concat(courses).assign(**about))
     short, long = found[found["part"] == "abruptness"]["value"]
-    assert short == pytest.approx(long) < 0.2
+    assert short == pytest.approx(long) and short < 0.2
 
 
 def test_layers_apart_pairs_seeds():
