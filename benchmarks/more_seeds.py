@@ -4,9 +4,9 @@
     python benchmarks/more_seeds.py icatune/fig4 smollm2 --model smollm2 --anew arm="larger steps" --out runs/more
 
 The config is the one that stands in the code, so that nothing is measured that was not registered. Rows of other jobs
-stay as they were kept, to the last digit; of rows over several seeds all seeds are measured. The joined table goes to
-OUT/joined; the provenance of the kept one, and how many jobs are still lacking, stand there under `data`. Repeat the
-command to resume.
+stay as they were kept, to the last digit; of rows over several seeds all seeds are measured, and rows of jobs that the
+config no longer has are left out. The joined table goes to OUT/joined; the provenance of the kept one, and how many
+jobs are still lacking, stand there under `data`. Repeat the command to resume.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from align_circuits.papers.icatune.tuned_models import (
     SMOKE_ICA,
     SMOLLM2_ARMS,
     Tunings,
-    ends,
+    at_ends,
     tuned_study,
 )
 from align_circuits.papers.icatune.tuning_courses import (
@@ -149,7 +149,7 @@ FIG4 = Experiment(
         cpu=Tunings((ICA,)),
         paper=Tunings((PAPER_ICA,)),
         smollm2=Tunings(SMOLLM2_ARMS, n=32, n_claimed=160, every=1),
-        measured=[ends],
+        measured=[at_ends],
     ),
     _draw_emergence,
     _check_emergence,

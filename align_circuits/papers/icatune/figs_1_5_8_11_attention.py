@@ -26,10 +26,11 @@ from align_circuits.papers.icatune.tuned_models import (
     SMOLLM2_ICA,
     Arm,
     Tunings,
+    at_ends,
     before_and_after,
     best_head,
-    ends,
     loaded,
+    of_tuned,
     tuned_study,
 )
 from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows, Study
@@ -191,6 +192,10 @@ def attention(*, prompts: int, **run: Any) -> pd.DataFrame:
     return as_rows(frames, ["part", "what", "of", "metric", "query", "key"])
 
 
+def _attention(arms: Sequence[Arm], inputs: Inputs, config: Any) -> list[Measurement]:
+    return of_tuned(attention, arms, inputs, prompts=config.n)
+
+
 def _mean_attention(model: Any, prompts: Prompts, head: Head, what: str) -> pd.DataFrame:
     """The mean over prompts of a head's attention, by query and key as `attention` lists them."""
     queries = prompts.column("query_pos").view(len(prompts), -1)[0]
@@ -261,7 +266,7 @@ FIG5 = Experiment(
         cpu=Tunings((ICA,)),
         paper=Tunings((replace(PAPER_ICA, task={"x_len": 3, "phrase_len": 2, "n_examples": 15}),)),
         smollm2=Tunings((replace(SMOLLM2_ICA, seeds=(1, 2, 3, 4, 5)),), n=32),  # three seeds left both claims undecided
-        measured=[attention],
+        measured=[_attention],
     ),
     _draw_maps,
     _MAP_CLAIMS,
@@ -277,7 +282,7 @@ FIG11 = Experiment(
     "icatune/fig11",
     "The same with the best single layer tuned",
     "Agarwal and Sarawagi (2025), Fig. 11",
-    tuned_study("icatune/fig11", _best_layer, [ends, attention], Layers.arms, **FIG10.scales),
+    tuned_study("icatune/fig11", _best_layer, [at_ends, _attention], Layers.arms, **FIG10.scales),
     _draw_maps,
     _MAP_CLAIMS,
 )

@@ -22,10 +22,10 @@ from align_circuits.papers.icatune.tuned_models import (
     TOY,
     Arm,
     Tunings,
+    at_ends,
     courses,
     emerged,
     ended,
-    ends,
     tuned_study,
 )
 from align_circuits.papers.icatune.tuning_courses import FIRST, KEYS, ORDER, draw_course
@@ -141,6 +141,8 @@ class Layers:
     layers: tuple[int, ...] | None = None
     """Which, one at a time; all by default."""
     n: int = 64
+    n_claimed: int | None = None
+    """As in `Tunings`."""
 
     def arms(self, inputs: Inputs) -> list[Arm]:
         """One for each layer."""
@@ -220,7 +222,7 @@ FIG10 = Experiment(
         smollm2=Layers(
             replace(SMOLLM2_ICA, config={**SMOLLM2, "projections": ("q", "k")}, seeds=(0,)), (4, 8, 12, 16, 20), n=32
         ),
-        measured=[ends],
+        measured=[at_ends],
         arms=Layers.arms,
     ),
     _draw_layers,

@@ -93,6 +93,9 @@ CONDITIONS = ("in distribution", "OOD", "labels corrupted")
 CLAIMED = {"before": ("in distribution",), "after": ("in distribution", "OOD")}
 """The conditions under which claims are about a single seed, the best or the worst, so that they take more prompts."""
 
+OF_TUNING = ("config", "runs")
+"""The arguments of `tuned` that a model before tuning does not depend on."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -149,24 +152,18 @@ class Tunings:
 def tuned_study(
     name: str,
     summarize: Callable[[Any, Rows], pd.DataFrame],
-    measured: Sequence[Callable[..., pd.DataFrame]] = (),
+    measured: Sequence[Callable[[Sequence[Arm], Inputs, Any], list[Measurement]]] = (),
     arms: Callable[[Any, Inputs], Sequence[Arm]] = lambda config, _: config.arms,
     **scales: Any,
 ) -> Study:
     """Returns the study of a model that is tuned, with a config such as `Tunings` for each of the `scales`.
 
-    `measured` are functions of `prompts`, the config's `n`, and of the arguments of `tuned`, or `ends`; `summarize` is
-    given their rows and those of `course`.
+    `measured` make its jobs, such as `at_ends`; `summarize` is given their rows and those of `course`.
     """
 
     def jobs(config: Any, inputs: Inputs) -> list[Measurement]:
         of = arms(config, inputs)
-        found = []
-        for function in measured:
-            found += (
-                _at_ends(of, inputs, config) if function is ends else of_tuned(function, of, inputs, prompts=config.n)
-            )
-        return found
+        return [job for make in measured for job in make(of, inputs, config)]
 
     def train(config: Any, inputs: Inputs) -> list[Measurement]:
         return of_tuned(course, arms(config, inputs), inputs)
@@ -206,10 +203,6 @@ def loaded(model: str) -> Any:
     return load(model, dtype=torch.float32) if sum(each.numel() for each in stored.parameters()) < SMALL else stored
 
 
-_TUNING = ("config", "runs")
-"""The arguments of `tuned` that a model before tuning does not depend on."""
-
-
 def best_head(scores: Table, metric: str) -> Head:
     """Returns the head with the highest score, of what `score_heads` returned."""
     best = scores.top(metric, 1).frame.iloc[0]
@@ -230,14 +223,16 @@ def of_tuned(function: Callable[..., Any], arms: Sequence[Arm], inputs: Inputs, 
     ]
 
 
-def _at_ends(arms: Sequence[Arm], inputs: Inputs, config: Any) -> list[Measurement]:
-    """The two jobs of `ends` for each arm and seed; before tuning, arms on the same task share one."""
+def at_ends(arms: Sequence[Arm], inputs: Inputs, config: Any) -> list[Measurement]:
+    """Returns the jobs of `ends` before and after each tuning, for a config with `n` and `n_claimed`.
+
+    Before tuning, arms on the same task share one.
+    """
     found = []
     for part, conditions in CLAIMED.items():
-        claimed = dict.fromkeys(conditions, getattr(config, "n_claimed", None) or config.n)
-        n = {**dict.fromkeys(CONDITIONS, config.n), **claimed}
+        n = {**dict.fromkeys(CONDITIONS, config.n), **dict.fromkeys(conditions, config.n_claimed or config.n)}
         for each in of_tuned(ends, arms, inputs, part=part, n=n):
-            given = {name: value for name, value in each.config.items() if part == "after" or name not in _TUNING}
+            given = {name: value for name, value in each.config.items() if part == "after" or name not in OF_TUNING}
             found.append(replace(each, config=given, keys={**each.keys, "part": part}))
     return found
 

@@ -35,7 +35,7 @@ ARM = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
 
 def tune(model: str, runs: Path, arm: Arm, ends: int = 0) -> Table:
     """The courses of the tunings, or what is measured before and after on `ends` prompts."""
-    measured = [tuned.ends] if ends else []
+    measured = [tuned.at_ends] if ends else []
     study = tuned.tuned_study("test/tuned", lambda _, rows: rows["ends" if ends else "course"], measured)
     return study.run(tuned.Tunings((arm,), ends), models=[model], folder=runs)
 
@@ -55,7 +55,7 @@ def test_a_model_is_tuned_once_for_all_that_is_measured_of_it(folder, tmp_path, 
 
 def test_before_tuning_arms_on_one_task_share_a_job_and_claims_about_single_seeds_take_more_prompts(folder, tmp_path):
     arms = ARM, replace(ARM, name="larger", config={**SMOKE, "lr": 0.1})
-    study = tuned.tuned_study("test/tuned", lambda _, rows: rows["ends"], [tuned.ends])
+    study = tuned.tuned_study("test/tuned", lambda _, rows: rows["ends"], [tuned.at_ends])
     config = tuned.Tunings(arms, 2, n_claimed=5)
     jobs = study.jobs(config, Inputs({folder: {"weights": ""}}, ""))
     assert len({str(each.job) for each in jobs}) == 6 and len(jobs) == 8
