@@ -25,7 +25,7 @@ ROOMS = {
     "align_circuits/circuits": (1269, 1100),
     "align_circuits/localizers": (560, 500),
     "align_circuits/report": (2060, 1700),
-    "align_circuits/training": (2026, 1400),
+    "align_circuits/training": (2036, 1400),
     "align_circuits/cli": (3010, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3920, 2600),

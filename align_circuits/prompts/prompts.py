@@ -155,9 +155,6 @@ class Prompts:
                 )
         if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
             raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
-        numbers = self.targets.drop(columns="kind")
-        if texts := [*numbers.columns[[kind.kind not in "biuf" for kind in numbers.dtypes]]]:
-            raise ValueError(f"targets[{texts[0]!r}] holds no numbers: beside kind, columns of targets are numbers")
         for name, relation in self.relations.items():
             if len(relation) and int(relation.target.max()) >= len(self.targets):
                 raise ValueError(
@@ -799,7 +796,14 @@ class Prompts:
         return clean, None if corrupted is None else replace(corrupted, relations=clean.relations)
 
     def save(self, path: str | Path) -> None:
-        """Writes the prompts into one safetensors file."""
+        """Writes the prompts into one safetensors file.
+
+        Raises:
+            ValueError: A column of the targets, other than `kind`, holds no numbers.
+        """
+        numbers = self.targets.drop(columns="kind")
+        if texts := [*numbers.columns[[kind.kind not in "biuf" for kind in numbers.dtypes]]]:
+            raise ValueError(f"targets[{texts[0]!r}] holds no numbers, as a file needs beside kind: save without it")
         tensors = {name: getattr(self, name) for name in _TENSORS}
         for prefix in ("latent", "positions"):
             tensors |= {f"{prefix}.{name}": value for name, value in getattr(self, prefix).items()}
