@@ -154,7 +154,7 @@ finetuned with AdamW, as in the paper, the model recalls far more about held-out
 to 2."""
 
 CPU_TWELVE = replace(CPU, seeds=12)
-"""For what presupposes that facts are learned, as they are in three or four of the first six seeds."""
+"""For what presupposes that facts are learned, as they are in three or four of the first six seeds, and for Fig. 6."""
 
 
 def initial_gpt2(setup: GPT2Setup, seed: int) -> Any:
