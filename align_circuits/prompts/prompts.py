@@ -153,8 +153,8 @@ class Prompts:
                     f"positions[{name!r}] of prompt {int(nowhere[0])} is {int(columns[int(nowhere[0])])}, which holds "
                     "no token: give columns of prompts.tokens, where shorter prompts begin with padding"
                 )
-        if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
-            raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
+        if missing := [column for column in TARGET_COLUMNS if column not in getattr(self.targets, "columns", ())]:
+            raise ValueError(f"the targets lack {', '.join(missing)}: give a DataFrame with {', '.join(TARGET_COLUMNS)}")
         for name, relation in self.relations.items():
             if len(relation) and int(relation.target.max()) >= len(self.targets):
                 raise ValueError(

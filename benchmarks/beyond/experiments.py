@@ -12,12 +12,12 @@ from align_circuits.beyond.onset_of_alignment import ONSET
 from align_circuits.beyond.other_lengths import LENGTHS
 from align_circuits.beyond.prosthesis import PROSTHESIS
 from align_circuits.beyond.share_of_icl import SHARE
-from align_circuits.beyond.single_layer import SINGLE_LAYER
 from align_circuits.beyond.stand_ins import STAND_INS
+from align_circuits.beyond.tuning_recipes import RECIPE, SINGLE_LAYER
 from align_circuits.papers.lab import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
-    *(UNMASK, PROSTHESIS, STAND_INS, ORDER, LENGTHS, NEEDS, POSTERIOR, LEXICON, SINGLE_LAYER),
+    *(UNMASK, PROSTHESIS, STAND_INS, ORDER, LENGTHS, NEEDS, POSTERIOR, LEXICON, SINGLE_LAYER, RECIPE),
     *(FINDING_3, SHARE, BRIDGE),
     *(CLAMPED, CONFIRMED, WITHOUT, ONSET),
 )

@@ -264,6 +264,7 @@ def test_fields_must_agree():
         raised(TypeError, rf"{name}.* is a (list|NoneType): give a tensor", replace, prompts, **{name: part})
     refused("'note'.* holds no numbers", replace(prompts, targets=prompts.targets.assign(note="a text")).save, "never")
     refused("the targets lack offset, kind", replace, prompts, targets=prompts.targets.drop(columns=["offset", "kind"]))
+    refused("the targets lack prompt", replace, prompts, targets=dict(prompts.targets))
     with pytest.raises(ValueError, match=r"correct has shape \(9, 2\); it needs a row for each of the 9 targets"):
         replace(prompts, answer_tokens=prompts.answer_tokens, correct=torch.ones(9, 2, dtype=torch.bool))
 
