@@ -13,12 +13,13 @@ from align_circuits.beyond.other_lengths import LENGTHS
 from align_circuits.beyond.prosthesis import PROSTHESIS
 from align_circuits.beyond.share_of_icl import SHARE
 from align_circuits.beyond.stand_ins import STAND_INS
+from align_circuits.beyond.tied_embeddings import TIED_EMBEDDINGS
 from align_circuits.beyond.tuning_recipes import RECIPE, SINGLE_LAYER
 from align_circuits.papers.lab import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     *(UNMASK, PROSTHESIS, STAND_INS, ORDER, LENGTHS, NEEDS, POSTERIOR, LEXICON, SINGLE_LAYER, RECIPE),
-    *(FINDING_3, SHARE, BRIDGE),
+    *(FINDING_3, SHARE, BRIDGE, TIED_EMBEDDINGS),
     *(CLAMPED, CONFIRMED, WITHOUT, ONSET),
 )
 """Those of ICA-Tune, of contextual recall, of abrupt learning."""
