@@ -154,7 +154,7 @@ class Prompts:
                     "no token: give columns of prompts.tokens, where shorter prompts begin with padding"
                 )
         if missing := [column for column in TARGET_COLUMNS if column not in getattr(self.targets, "columns", ())]:
-            raise ValueError(f"the targets lack {', '.join(missing)}: give a DataFrame with {', '.join(TARGET_COLUMNS)}")
+            raise ValueError(f"the targets lack {', '.join(missing)}: give a DataFrame of {', '.join(TARGET_COLUMNS)}")
         for name, relation in self.relations.items():
             if len(relation) and int(relation.target.max()) >= len(self.targets):
                 raise ValueError(
