@@ -19,7 +19,6 @@ from align_circuits.papers.icatune.tuned_models import (
     ICA,
     PAPER,
     PAPER_ICA,
-    SMOKE,
     SMOKE_ICA,
     SMOLLM2,
     SMOLLM2_ICA,
@@ -105,25 +104,22 @@ SINGLE_LAYER = Experiment(
 
 
 _DEFAULTS = TuneConfig()
-_PAPERS: dict[str, dict[str, Any]] = {
+_PARTS: dict[str, dict[str, Any]] = {
     "the paper's learning rate": {"lr": _DEFAULTS.lr},
     "the paper's loss": {"loss_on": _DEFAULTS.loss_on},
     "the paper's LoRA": {"alpha": _DEFAULTS.alpha, "dropout": _DEFAULTS.dropout, "projections": ("q", "k", "v")},
     "the paper's batch": {"batch": _DEFAULTS.prompts_per_step},
 }
-"""What is as in the paper's recipe, in arms that have all else from the recipe for small models."""
+"""The parts of the paper's recipe, by the arm that has one of them and all else from the recipe for small models."""
 
 _FASTER = "the paper's recipe, fifteen times its learning rate"
 
 
-def _recipe(steps: int, batch: int) -> Changes:
-    """Each part of the paper's recipe alone, which sees as many prompts; and the paper's recipe but for one part."""
-    fewer = {"the paper's batch": {"steps": steps * batch}}
-    whole: dict[str, Any] = {name: value for part in _PAPERS.values() for name, value in part.items()}
-    longest = {"steps": _DEFAULTS.steps if steps > 3 else steps, "warmup": 0}
-    return {
-        **{name: {**part, **fewer.get(name, {})} for name, part in _PAPERS.items()},
-        _FASTER: {**whole, **longest, "lr": 15 * _DEFAULTS.lr},
+def _recipe(steps: int, batch: int, of_paper: int = _DEFAULTS.steps) -> Changes:
+    """Each part of the paper's recipe alone, for as many prompts as `steps` of `batch`, and the whole, faster."""
+    whole: dict[str, Any] = {name: value for part in _PARTS.values() for name, value in part.items()}
+    return {name: {**part, "steps": steps * batch if "batch" in part else steps} for name, part in _PARTS.items()} | {
+        _FASTER: {**whole, "steps": of_paper, "warmup": 0, "lr": 15 * _DEFAULTS.lr}
     }
 
 
@@ -135,7 +131,7 @@ RECIPE = Experiment(
         "icatune/recipe",
         _summarize,
         [at_ends],
-        smoke=_arms(SMOKE_ICA, _recipe(SMOKE["steps"], 2), n=4),
+        smoke=_arms(SMOKE_ICA, _recipe(3, 2, of_paper=3), n=4),
         cpu=_arms(replace(ICA, config={**TOY, "probe_every": 50}), _recipe(TOY["steps"], TOY["batch"])),
         paper=_arms(replace(PAPER_ICA, config={**SMOLLM2, **PAPER}, seeds=(0,)), _recipe(400, 2)),
         smollm2=_arms(SMOLLM2_ICA, _recipe(SMOLLM2["steps"], SMOLLM2["batch"]), n=32),
@@ -143,7 +139,7 @@ RECIPE = Experiment(
     _draw,
     _suffices(
         {
-            **{name: f"It is learned with {name}" for name in _PAPERS},
+            **{name: f"It is learned with {name}" for name in _PARTS},
             _FASTER: "It is learned by the paper's recipe with fifteen times its learning rate",
         }
     ),
