@@ -179,7 +179,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
 FINDING_3 = Experiment(
     "recall/finding3",
     "What decides whether finetuning on ICL+Grm brings recall in context?",
-    f"Beyond {SOURCE}: its finding 3",
+    f"beyond {SOURCE}: its finding 3",
     study(
         "recall/finding3",
         *(Obstacles(setup) for setup in (gpt2.SMOKE, gpt2.CPU_TWELVE, gpt2.PAPER)),

@@ -158,7 +158,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
 BRIDGE = Experiment(
     "recall/bridge",
     "What does ICL lack after finetuning on ICL+Grm?",
-    f"Beyond {SOURCE}",
+    f"beyond {SOURCE}",
     study(
         "recall/bridge",
         *(FinetunedModels(setup) for setup in (gpt2.SMOKE, gpt2.CPU_TWELVE, gpt2.PAPER)),

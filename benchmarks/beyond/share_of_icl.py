@@ -100,7 +100,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
 SHARE = Experiment(
     "recall/share",
     "How often must ICL be among the sequences of finetuning, and which format is learned first?",
-    f"Beyond {SOURCE}, Fig. 15",
+    f"beyond {SOURCE}, Fig. 15",
     study(
         "recall/share",
         Shares(gpt2.SMOKE, (0.05, 0.5)),

@@ -158,7 +158,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
 TIED_EMBEDDINGS = Experiment(
     "recall/tied",
     "Do tied embeddings take recall about held-out subjects away?",
-    f"Beyond {SOURCE}, Figs. 3 and 4; claims and thresholds were set after a look at ICL in one model of another seed",
+    f"beyond {SOURCE}, Figs. 3 and 4; claims and thresholds were set after a look at ICL in one model of another seed",
     study(
         "recall/tied",
         Finetunings(gpt2.SMOKE),
