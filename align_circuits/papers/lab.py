@@ -49,11 +49,23 @@ from align_circuits.report import plots
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
 
-Scale = Literal["smoke", "cpu", "paper", "paper-cells", "paper-long", "paper-s20", "smollm2", "smollm2-two-letters"]
+Scale = Literal[
+    "smoke",
+    "cpu",
+    "cpu-untied",
+    "paper",
+    "paper-cells",
+    "paper-long",
+    "paper-s20",
+    "paper-s20-untied",
+    "smollm2",
+    "smollm2-two-letters",
+]
 """`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting, `paper-cells`
 that of the conditions of a large grid that its claims speak of, `paper-long` with more steps, `paper-s20` with
-sentences of 20 grammar tokens; `smollm2` is made for the model of that name, a pretrained Llama, and takes hours on
-two cores, `smollm2-two-letters` with phrases of two letters where `smollm2` has one."""
+sentences of 20 grammar tokens; `-untied` is with an unembedding of its own beside the embedding, and takes hours;
+`smollm2` is made for the model of that name, a pretrained Llama, and takes hours on two cores, `smollm2-two-letters`
+with phrases of two letters where `smollm2` has one."""
 
 SCALES: tuple[Scale, ...] = ("smoke", "cpu", "paper")
 """Those that every experiment has."""

@@ -108,7 +108,11 @@ FIG2 = figure(
     2,
     "What pretraining on facts teaches",
     curves_study(
-        "recall/fig2", *(Trainings(setup, ("pt",)) for setup in (gpt2.SMOKE, WITH_ADAMW, gpt2.PAPER, gpt2.PAPER_S20))
+        "recall/fig2",
+        *(Trainings(setup, ("pt",)) for setup in (gpt2.SMOKE, WITH_ADAMW, gpt2.PAPER)),
+        cpu_untied=Trainings(replace(WITH_ADAMW, tied=False), ("pt",)),
+        paper_s20=Trainings(gpt2.PAPER_S20, ("pt",)),
+        paper_s20_untied=Trainings(gpt2.PAPER_S20_UNTIED, ("pt",)),
     ),
     {
         "": courses(
@@ -137,7 +141,10 @@ FIG2 = figure(
 
 FINETUNING_STUDY = curves_study(
     "recall/finetuning",
-    *(Trainings(setup, ("icl", *READINGS)) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER, gpt2.PAPER_S20)),
+    *(Trainings(setup, ("icl", *READINGS)) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER)),
+    cpu_untied=Trainings(gpt2.CPU_UNTIED, ("icl", *READINGS)),
+    paper_s20=Trainings(gpt2.PAPER_S20, ("icl", *READINGS)),
+    paper_s20_untied=Trainings(gpt2.PAPER_S20_UNTIED, ("icl", *READINGS)),
 )
 FIG3 = figure(
     3,
@@ -175,6 +182,7 @@ FIG5 = figure(
         Trainings(gpt2.SMOKE, ("icl", *READINGS), grid(n_seen=(4, 12))),
         Trainings(gpt2.CPU, ("icl", *READINGS), grid(n_seen=(12, 48, 72))),
         Trainings(gpt2.PAPER, ("icl", *READINGS), grid(n_seen=(16, 32, 64, 128, 192))),
+        cpu_untied=Trainings(gpt2.CPU_UNTIED, ("icl", *READINGS), grid(n_seen=(12, 48, 72))),
     ),
     {
         "": lines(
@@ -257,6 +265,7 @@ FIG6 = figure(
         # Six seeds were seen before the other six were registered: two claims would be told from eight.
         Trainings(gpt2.CPU_TWELVE, ("pt", FROM_ZERO), _lengths((0.2, 0.5), (6, 20), {})),
         Trainings(gpt2.PAPER, ("pt", *READINGS), _lengths((0.1, 0.3, 0.5), (20, 40, 80), {20: (1, 4)})),
+        cpu_untied=Trainings(gpt2.CPU_UNTIED, ("pt", FROM_ZERO), _lengths((0.2, 0.5), (6, 20), {})),
     ),
     lambda table: _draw_grid(table, "grammar_len", "S"),
     lambda table: _grid_claims(table, "grammar_len", "S"),
@@ -270,6 +279,7 @@ FIG7 = figure(
         Trainings(gpt2.SMOKE, ("pt", *READINGS), grid(div=(0.2, 0.5), n_subjects=(8, 16))),
         Trainings(gpt2.CPU, ("pt", FROM_ZERO), grid(div=(0.2, 0.5), n_subjects=(24, 96))),
         Trainings(gpt2.PAPER, ("pt", *READINGS), grid(div=(0.1, 0.3, 0.5), n_subjects=(64, 128, 256))),
+        cpu_untied=Trainings(gpt2.CPU_UNTIED, ("pt", FROM_ZERO), grid(div=(0.2, 0.5), n_subjects=(24, 96))),
     ),
     lambda table: _draw_grid(table, "n_subjects", "M"),
     lambda table: _grid_claims(table, "n_subjects", "M"),

@@ -164,7 +164,13 @@ STUDY = study(
     TaskVectors(gpt2.SMOKE, (0.5,), (0, 1, 3), contexts=4, betas=(0.0, 1.0), cosines_at=(0, 3)),
     TaskVectors(gpt2.CPU_TWELVE, (0.2, 0.5), (0, 1, 2, 4, 6, 8), kind="icl", cosines_at=(0, 2, 8)),
     TaskVectors(gpt2.PAPER, (0.2, 0.5), tuple(range(16)), cosines_at=(0, 2, 10, 15)),
-    TaskVectors(gpt2.PAPER_S20, (0.5,), (0, 1, 2, 4, 8, 10, 15), cosines_at=(0, 2, 10, 15)),
+    cpu_untied=TaskVectors(
+        gpt2.CPU_UNTIED, (0.2, 0.5), (0, 1, 2, 4, 6, 8), kind="icl+grm from 0", cosines_at=(0, 2, 8)
+    ),
+    paper_s20=TaskVectors(gpt2.PAPER_S20, (0.5,), (0, 1, 2, 4, 8, 10, 15), cosines_at=(0, 2, 10, 15)),
+    paper_s20_untied=TaskVectors(
+        gpt2.PAPER_S20_UNTIED, (0.5,), (0, 1, 2, 4, 8, 10, 15), kind="icl+grm from 0", cosines_at=(0, 2, 10, 15)
+    ),
     jobs=_jobs,
     train=_pretrainings,
     summarize=measured_after_facts,

@@ -44,12 +44,28 @@ def measured_after_facts(_: Any, rows: Rows) -> pd.DataFrame:
 
 
 def study(
-    name: str, smoke: Any, cpu: Any, paper: Any, paper_s20: Any = None, paper_long: Any = None, **parts: Any
+    name: str,
+    smoke: Any,
+    cpu: Any,
+    paper: Any,
+    *,
+    cpu_untied: Any = None,
+    paper_s20: Any = None,
+    paper_s20_untied: Any = None,
+    paper_long: Any = None,
+    **parts: Any,
 ) -> Study:
     """Returns a study with a config for each scale; `parts` are arguments of `Study`, where `measured` summarizes."""
-    scales: dict[Scale, Any] = {"smoke": smoke, "cpu": cpu, "paper": paper}
-    more: dict[Scale, Any] = {"paper-s20": paper_s20, "paper-long": paper_long}
-    scales |= {scale: config for scale, config in more.items() if config is not None}
+    configs: dict[Scale, Any] = {
+        "smoke": smoke,
+        "cpu": cpu,
+        "cpu-untied": cpu_untied,
+        "paper-s20": paper_s20,
+        "paper-s20-untied": paper_s20_untied,
+        "paper": paper,
+        "paper-long": paper_long,
+    }
+    scales = {scale: config for scale, config in configs.items() if config is not None}
     return Study(name, scales, **{"summarize": measured, **parts})
 
 

@@ -5,9 +5,16 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 def small_gpt2(
-    d_vocab: int, n_ctx: int, *, d_model: int = 256, n_layers: int = 2, n_heads: int = 1, seed: int = 0
+    d_vocab: int,
+    n_ctx: int,
+    *,
+    d_model: int = 256,
+    n_layers: int = 2,
+    n_heads: int = 1,
+    tied: bool = True,
+    seed: int = 0,
 ) -> GPT2LMHeadModel:
-    """Makes a GPT-2 with new weights, without dropout, its embedding and unembedding tied.
+    """Makes a GPT-2 with new weights, without dropout.
 
     The sizes are the paper's by default; it does not say whether embeddings are tied or dropped out. The initial
     values, which it does not give either, are Hugging Face's: N(0, 0.02²), those that write to the residual stream
@@ -22,6 +29,7 @@ def small_gpt2(
         d_model: The width of the residual stream, a multiple of `n_heads`.
         n_layers: Blocks.
         n_heads: Heads of each.
+        tied: Whether embedding and unembedding are one matrix. The first of two is that of the tied model.
         seed: Of the weights; global random state is not changed.
 
     Raises:
@@ -44,6 +52,7 @@ def small_gpt2(
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
     )
