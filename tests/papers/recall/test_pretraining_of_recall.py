@@ -92,6 +92,22 @@ def test_the_network_is_a_gpt2_with_two_layers_of_one_head():
     assert not torch.equal(other.lm_head.weight, net.lm_head.weight)
 
 
+def test_finetuning_moves_embeddings_of_held_out_subjects_only_where_they_are_tied():
+    seen, held_out = WORLD.split(8, seed=0)
+    task = DemonstrationsTask(WORLD, n_demos=3, subjects=seen)
+    stage = Stage(task, TrainConfig(4, lr=3e-3, weight_decay=0.0, log_every=2), batch_size=4)
+    nets = {tied: small_gpt2(WORLD.d_vocab, 40, d_model=16, tied=tied) for tied in (True, False)}
+    assert nets[False].config.tie_word_embeddings is False
+    assert all(map(torch.equal, nets[True].transformer.parameters(), nets[False].transformer.parameters()))
+    for tied, net in nets.items():
+        before = net.transformer.wte.weight.detach().clone()
+        assert torch.equal(before, net.lm_head.weight) == tied
+        train_stage(net, stage)
+        moved = (net.transformer.wte.weight - before).norm(dim=1)
+        assert (moved[list(held_out)] > 0).all() == tied
+        assert (moved[list(seen)] > 0).any()
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"), [({"d_model": 0}, "d_model is 0"), ({"d_model": 6, "n_heads": 4}, "4 heads do not divide")]
 )
