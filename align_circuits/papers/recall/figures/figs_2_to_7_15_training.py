@@ -142,7 +142,7 @@ FIG2 = figure(
 FINETUNING_STUDY = curves_study(
     "recall/finetuning",
     *(Trainings(setup, ("icl", *READINGS)) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER)),
-    cpu_untied=Trainings(gpt2.CPU_UNTIED, ("icl", *READINGS)),
+    cpu_untied=Trainings(gpt2.CPU_UNTIED_TWELVE, ("icl", *READINGS)),
     paper_s20=Trainings(gpt2.PAPER_S20, ("icl", *READINGS)),
     paper_s20_untied=Trainings(gpt2.PAPER_S20_UNTIED, ("icl", *READINGS)),
 )

@@ -165,7 +165,7 @@ STUDY = study(
     TaskVectors(gpt2.CPU_TWELVE, (0.2, 0.5), (0, 1, 2, 4, 6, 8), kind="icl", cosines_at=(0, 2, 8)),
     TaskVectors(gpt2.PAPER, (0.2, 0.5), tuple(range(16)), cosines_at=(0, 2, 10, 15)),
     cpu_untied=TaskVectors(
-        gpt2.CPU_UNTIED, (0.2, 0.5), (0, 1, 2, 4, 6, 8), kind="icl+grm from 0", cosines_at=(0, 2, 8)
+        gpt2.CPU_UNTIED_TWELVE, (0.5,), (0, 1, 2, 4, 6, 8), kind="icl+grm from 0", cosines_at=(0, 2, 8)
     ),
     paper_s20=TaskVectors(gpt2.PAPER_S20, (0.5,), (0, 1, 2, 4, 8, 10, 15), cosines_at=(0, 2, 10, 15)),
     paper_s20_untied=TaskVectors(
