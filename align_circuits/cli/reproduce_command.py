@@ -28,8 +28,8 @@ class Reproduce(Verb):
     """List all experiments and stop."""
     scale: Scale = "cpu"
     """smoke takes seconds to minutes and tests the code, cpu takes up to 30 minutes on two cores, paper is the paper's
-    setting. smollm2 is for --model smollm2, and the default there if the experiment has it; it takes hours on two
-    cores: repeat the command to resume."""
+    setting, -untied has embedding and unembedding apart. smollm2 is for --model smollm2, and the default there if the
+    experiment has it. It takes hours on two cores, as cpu-untied does: repeat the command to resume."""
     model: tuple[str, ...] = ("toy-llama",)
     """The model that is measured, or several if the figure compares models: names, folders or GGUF files, as `load`
     takes them."""
