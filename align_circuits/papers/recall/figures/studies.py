@@ -65,7 +65,7 @@ def study(
         "paper": paper,
         "paper-long": paper_long,
     }
-    scales = {scale: config for scale, config in configs.items() if config is not None}
+    scales: dict[Scale, Any] = {scale: config for scale, config in configs.items() if config is not None}
     return Study(name, scales, **{"summarize": measured, **parts})
 
 
