@@ -168,6 +168,7 @@ CPU_UNTIED_TWELVE = replace(CPU_UNTIED, seeds=12)
 their facts, too few for Figs. 8 and 16 to 18."""
 
 PAPER_S20_UNTIED = replace(PAPER_S20, tied=False)
+"""Not run yet: a seed of `PAPER_S20` took some five hours of a core with AVX-512."""
 
 
 def initial_gpt2(setup: GPT2Setup, seed: int) -> Any:
