@@ -6,15 +6,18 @@ from measured import table_of
 
 from align_circuits.beyond.tied_embeddings import HELD_OUT, SEEN, TIED, TIED_EMBEDDINGS, UNTIED, untied, with_embeddings
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
+from align_circuits.papers.recall.models.training import next_token_loss
 
 READ, UNREAD = torch.tensor([[1, 2, 3, 1], [3, 2, 1, 2]]), [0, 4, 5]
 
 
-def test_an_untied_copy_computes_the_same_with_two_matrices():
+def test_an_untied_copy_computes_the_same_and_teaches_embeddings_of_what_it_reads_alone():
     model = small_gpt2(6, 4, d_model=8, seed=1)
     copy = untied(model)
     torch.testing.assert_close(copy(READ).logits, model(READ).logits, rtol=0, atol=0)
-    assert copy.lm_head.weight is not copy.transformer.wte.weight
+    next_token_loss(copy, (READ, READ.roll(-1, 1))).backward()
+    moved = copy.transformer.wte.weight.grad.norm(dim=1)
+    assert (moved[UNREAD] == 0).all() and (moved[[1, 2, 3]] > 0).all()
 
 
 def test_embeddings_are_put_back_where_the_model_reads_and_not_where_it_writes():
