@@ -52,7 +52,8 @@ def _tidied(printed: str, verb: str) -> str:
     option: list[str] | None = None  # its name, and the lines of its text
     names = {*re.findall(r"--([\w-]+)", printed)}
     for line in [*printed.replace("runs/VERB/", f"runs/{verb}/").rstrip().splitlines(), ""]:
-        if option and option[0].count("[") > option[0].count("]"):  # values that go on in the next line
+        # Values that go on in the next line.
+        if option and any(option[0].count(begin) > option[0].count(end) for begin, end in ("[]", "{}")):
             option[0] += f"{' ' * (not option[0].endswith(','))}{line.strip()}"
             continue
         if option and line.startswith(" " * 10) and not _OPTION.fullmatch(line):
@@ -96,13 +97,15 @@ def _metavars(name: str) -> str:
 
 
 def _with_choices(name: str, text: str) -> tuple[str, str]:
-    """The name of an option and its text, which lists the values of which several may be given."""
+    """The name of an option and its text, which lists the values if several may be given or no line holds them."""
     name = _metavars(name)
     several = re.fullmatch(r"(\S+) \{?\[\{(\S+)\} \[\.\.\.\]\]\}?", name)
-    if several is None:
+    found = several or (re.fullmatch(r"(\S+) \{(\S+)\}", name) if len(name) > WIDTH - 2 else None)
+    if found is None:
         return name, text
     said, default = re.fullmatch(r"(.*?)( \(default: .*\))?", text, flags=re.DOTALL).groups("")  # type: ignore
-    return f"{several[1]} NAME [NAME ...]", f"{said} Names: {several[2].replace(',', ', ')}.{default}"
+    names = f"{said} Names: {found[2].replace(',', ', ')}.{default}"
+    return f"{found[1]} NAME{' [NAME ...]' if several else ''}", names
 
 
 def _wrapped(name: str, text: str, names: Collection[str]) -> list[str]:
