@@ -102,7 +102,7 @@ def _differences(saved: Mapping[str, Any], given: Mapping[str, Any], prefix: str
         old, new = saved.get(name), given.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from _differences(old, new, f"{prefix}{name}.")
-        elif old != new and name == "code":  # a hash, which tells people nothing
+        elif old != new and name == "code_version":  # a hash, which tells people nothing
             yield "code of this package, or a version of a library, has changed"
         elif old != new:
             yield f"{prefix}{name} was {old!r}, now {new!r}"

@@ -378,7 +378,7 @@ def tune(
         progress=progress,
         recipe=json.loads(json.dumps({"task": data.record, "config": asdict(config), **edits_provenance(clamps)}))
         # Changed code would go on to a result that no run from the start has.
-        | {"code": code_version(f"{__name__}:tune")},
+        | {"code_version": code_version(f"{__name__}:tune")},
     )
     if renew is not None:  # a run that had ended before has measured nothing
         renew(bridge)
