@@ -75,32 +75,6 @@ def test_edges_equal_runs_with_everything_frozen(models, name, noise, clean, cor
     assert sum(abs(value) > 1e-3 for value in found.values()) > 0.5 * len(found)
 
 
-def test_the_graph_of_grouped_queries(models):
-    graph = Graph.of(models["llama"].cfg)
-    assert [receiver.name for receiver in graph.receivers if receiver.layer == 1] == [
-        *(f"L1H{head}.q" for head in range(4)),
-        "L1KV0.k",
-        "L1KV1.k",
-        "L1KV0.v",
-        "L1KV1.v",
-        "M1",
-    ]
-    assert len(edges_of(graph)) == 8 + 5 + 8 * 6 + 10 + 11
-    neox = Graph.of(models["gpt_neox"].cfg)
-    assert ("L0H1", "M0") in edges_of(graph) and ("L0H1", "M0") not in edges_of(neox)
-    assert (
-        graph.among([(1, 2)]).sum()
-        == graph.select(
-            [
-                (a, b)
-                for a, b in edges_of(graph)
-                if a in ("input", "M0", "M1", "L1H2") and b in ("M0", "M1", "logits", "L1H2.q", "L1KV1.k", "L1KV1.v")
-            ]
-        ).sum()
-    )
-    refused("no head L0H4: this model has layers 0 to 1 with heads 0 to 3", graph.among, [(0, 4)])
-
-
 @pytest.mark.parametrize("name", slow_but(["gpt2", "qwen3"], ARCHITECTURES))
 def test_paths_equal_runs_with_heads_frozen(models, name, noise, clean, corrupted):
     model, senders = models[name], ["input", "L0H1", "M0"]

@@ -132,17 +132,6 @@ def test_padding_changes_nothing(llama):
     assert frame.set_index(["kind", "metric"])["value"]["all", "log_prob"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_planted_aligner_is_missed_and_an_idle_head_is_not(char_tokenizer):
-    task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=5)
-    prompts, planted = task.sample(6, char_tokenizer, seed=1), ac.planted_circuit(task, seed=0)
-    aligner = next(place for place, kind in planted.kinds.items() if kind == "align_query")
-    idle = next(place for place, kind in planted.kinds.items() if kind == "gold_without_output")
-    frame: Any = ablate_heads(planted, prompts, heads=[aligner, idle]).frame
-    effect = frame[(frame["metric"] == "accuracy") & (frame["kind"] == "first")].set_index(["layer", "head"])["value"]
-    assert effect[aligner] < -0.3
-    assert effect[idle] == 0
-
-
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_a_batch_that_fails_is_averaged_once(random_hf_model, char_tokenizer, prompts, engine):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)

@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -231,21 +231,6 @@ def test_a_pair_may_name_a_metric_and_a_kind(models, clean, corrupted, metric, k
     for key, value in found.items():
         assert key not in both or value == pytest.approx(both[key], abs=1e-6)
     assert metric != "prob" or max(map(abs, found.values())) > 1e-4
-
-
-def test_a_planted_aligner_restores_the_answer(char_tokenizer):
-    task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=5)
-    clean, planted = task.sample(6, char_tokenizer, seed=1), ac.planted_circuit(task, seed=0)
-    places = {kind: place for place, kind in planted.kinds.items()}
-    aligner, idle = places["align_query"], places["gold_without_output"]
-    signs: dict[Literal["denoise", "noise"], int] = {"denoise": 1, "noise": -1}
-    for direction, sign in signs.items():
-        table = patch_heads(
-            planted, ac.Pair(clean, task.corrupt(clean, "query"), direction=direction), heads=[aligner, idle]
-        )
-        found = values_of(table, kind="first", metric="log_prob")
-        assert sign * found[*aligner, "first", "log_prob"] > 1
-        assert found[*idle, "first", "log_prob"] == pytest.approx(0, abs=1e-4)
 
 
 def test_pairs_that_do_not_match_are_refused(clean, corrupted, char_tokenizer):

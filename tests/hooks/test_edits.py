@@ -270,20 +270,6 @@ class TestBesideHooksByHand:
 
         assert_edit_is(model, PADDED, ac.Clamp(HEADS, relation), by_hand(model, PADDED, "pattern", new))
 
-    def test_on_a_planted_model(self, char_tokenizer):
-        task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
-        prompts, model = task.sample(2, char_tokenizer, seed=1), ac.planted_circuit(task, seed=0)
-        layer, head = next(place for place, kind in model.kinds.items() if kind == "align_query")
-
-        def silence(z, **_):
-            z[:, :, head] = 0
-            return z
-
-        with torch.no_grad():
-            logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", silence)])
-        expected = logits[prompts.column("prompt"), prompts.column("query_pos")].double()
-        assert_edit_is(model, prompts, ac.Ablate([(layer, head)], how="zero"), expected)
-
 
 class TestParts:
     """Neurons, directions, named positions, and hook points by their full names."""
@@ -593,46 +579,6 @@ class TestEngines:
                 assert_equal(mine, expected[index])
                 padding = activation[:, :left] if site == "pattern" else activation[:left]
                 assert (padding == 0).all(), "whatever the batch"
-
-
-class TestAfterwards:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_logits_are_bit_identical(self, models, name):
-        model = models(name)
-        with torch.no_grad():
-            before = model(EQUAL.tokens)
-            steer = ac.Steer(layers=[0], site="mlp_out", vector=torch.ones(32))
-            ac.evaluate(model, EQUAL, edits=[ac.Ablate(HEADS, how="zero"), steer])
-            ac.score_heads(model, EQUAL, edits=[ac.Clamp(HEADS, "previous")])
-            with model.hooks(fwd_hooks=ac.Ablate(HEADS, how="zero").fwd_hooks(model)):
-                assert not torch.equal(model(EQUAL.tokens), before)
-            assert torch.equal(model(EQUAL.tokens), before)
-            for engine in ("auto", "reference"):
-                edits, options = [ac.Steer(HEADS, vector=torch.ones(3))], ac.RunOptions(engine=engine)
-                refused("cannot be added", ac.evaluate, model, EQUAL, edits=edits, options=options)
-                assert torch.equal(model(EQUAL.tokens), before)
-        assert not any(point.fwd_hooks for point in model.hook_dict.values())
-
-    def test_the_callers_hooks_stay(self, random_hf_model):
-        model = ac.load(random_hf_model("llama"))
-        model.add_hook("blocks.0.attn.hook_z", lambda z, **_: z * 0)
-        ac.Ablate(HEADS, how="zero").fwd_hooks(model)
-        ac.evaluate(model, EQUAL, edits=[ac.Ablate(HEADS, how="zero")])
-        assert len(model.hook_dict["blocks.0.attn.hook_z"].fwd_hooks) == 1
-
-    def test_dropout_stays_off_and_every_module_keeps_its_mode(self, random_hf_model):
-        llama = ac.load(random_hf_model("llama", attention_dropout=0.5))
-        gpt2 = ac.load(random_hf_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5))
-        for model in (llama, gpt2):
-            model.train()
-            model.blocks[0].eval()
-            everyone = [*model.modules(), *model.original_model.modules()]
-            modes = [module.training for module in everyone]
-            assert any(modes) and not all(modes)
-            ac.Ablate(HEADS, how="zero").fwd_hooks(model)
-            one, two = (logits_of(model, EQUAL, edits=[ac.Ablate(HEADS, how="zero")])[0] for _ in range(2))
-            assert torch.equal(one, two)
-            assert modes == [module.training for module in everyone]
 
 
 class TestRefusals:

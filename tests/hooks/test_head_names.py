@@ -127,19 +127,6 @@ def test_every_verb_takes_names(llama, clean):
     assert drawn[0] == drawn[1]
 
 
-def test_every_verb_names_the_key_head_that_it_refuses(llama, clean):
-    corrupted = TASK.corrupt(clean, "query", seed=1)
-    wrong = ["L1KV0.k"]
-    for verb in (
-        lambda: ac.ablate_heads(llama, clean, heads=wrong),
-        lambda: ac.patch_heads(llama, ac.Pair(clean, corrupted), heads=wrong),
-        lambda: ac.evaluate(llama, clean, edits=[ac.Ablate(wrong, how="zero")]),
-        lambda: completeness(llama, wrong, ac.Pair(clean, corrupted, direction="noise")),
-        lambda: ac.plots.attention(llama, clean[0], wrong),
-    ):
-        refused(r"'L1KV0\.k' is the input of a key head", verb)
-
-
 def test_names_of_senders_and_receivers():
     def of(graph: Graph) -> tuple[str, str]:
         return " ".join(one.name for one in graph.senders), " ".join(one.name for one in graph.receivers)

@@ -7,7 +7,7 @@ from refusals import refused
 import align_circuits as ac
 from align_circuits.hooks.attention import ATTENTION, PatternProbe, raw_attention, why_not_fast
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
-from align_circuits.hooks.probes import Probes, check_hook_points, dry_run, evaluating, firing
+from align_circuits.hooks.probes import Probes, check_hook_points, dry_run, firing
 
 TOKENS = torch.tensor([[2, 40, 14, 51, 40, 14], [2, 9, 33, 60, 5, 61]])
 
@@ -100,15 +100,6 @@ def test_bridge_is_bit_identical_afterwards(name, random_hf_model):
     torch.testing.assert_close(inside, before, atol=5e-5, rtol=0)
     assert model.original_model.config._attn_implementation == implementation == "eager"
     assert not any("forward" in vars(block.attn) for block in model.blocks)
-
-
-def test_every_module_gets_its_mode_back(random_hf_model):
-    model = ac.load(random_hf_model("llama")).train()
-    model.blocks[0].eval()
-    modes = [module.training for module in model.modules()]
-    with evaluating(model):
-        assert not any(module.training for module in model.modules())
-    assert [module.training for module in model.modules()] == modes and len(set(modes)) == 2
 
 
 def test_probing_leaves_the_logits_as_they_are(random_hf_model):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from legs import slow_but
 from refusals import raised, refused
-from transformer_lens import head_detector, patching
+from transformer_lens import head_detector
 
 from align_circuits.models.planted.hand_built_transformer import HandBuilt
 from align_circuits.models.planted.planted_model import DECOYS, ROLE_OF_KIND, planted_circuit
@@ -358,21 +358,6 @@ class TestModel:
         scores = head_detector.detect_head(model, text, "previous_token_head")
         assert scores[head_of_kind(model, "previous")] > 0.99
         assert scores.flatten().topk(2).values[1] < 0.5
-
-    def test_transformer_lens_patches_it(self, char_tokenizer):
-        task = Seq2SeqTask(x_len=2, phrase_len=1, n_examples=6)
-        model: Any = planted_circuit(task)
-        clean = task.sample(4, char_tokenizer, seed=0)
-        corrupted = task.corrupt(clean, "query", seed=0)
-        labels = clean.column("token")[:, None]
-
-        def metric(logits):
-            return at_targets(clean, logits).log_softmax(-1).gather(1, labels).mean()
-
-        _, cache = model.run_with_cache(clean.tokens)
-        result = patching.get_act_patch_attn_head_out_all_pos(model, corrupted.tokens, cache, metric)
-        gain = result - metric(model(corrupted.tokens))
-        assert tuple(divmod(int(gain.argmax()), model.cfg.n_heads)) == head_of_kind(model, "align_query")
 
 
 class TestRefuses:

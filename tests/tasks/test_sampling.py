@@ -255,15 +255,6 @@ def test_a_task_shares_what_its_seed_fixes():
     assert len({one(task_seed=seed).aligned for seed in range(20)}) > 5
 
 
-def test_prompts_survive_saving(tmp_path):
-    task = Seq2SeqTask(x_len=3, n_examples=2, alignment="prior", decay=1.0, automata="task")
-    prompts = task.sample(3, TOKENIZER)
-    prompts.save(tmp_path / "prompts.safetensors")
-    loaded = Prompts.load(tmp_path / "prompts.safetensors")
-    assert loaded.digest == prompts.digest and loaded.task == dict(prompts.task)
-    assert torch.equal(task.corrupt(loaded, "query").tokens, task.corrupt(prompts, "query").tokens)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -114,20 +114,6 @@ def test_an_operation_is_removed_and_nothing_else(operation, control):
     refused("operation='guess': choose one of look back, write, match, read", remove_operation, net, "guess")
 
 
-def test_to_read_nothing_is_to_read_zero_values():
-    net = network()
-
-    def zero(values, hook):  # noqa: ARG001 - TransformerLens passes the hook point
-        values = values.clone()
-        values[:, LABELS] = 0
-        return values
-
-    torch.testing.assert_close(
-        net.run_with_hooks(BATCH.inputs, fwd_hooks=[*remove_operation(net, "read")(BATCH)]),
-        net.run_with_hooks(BATCH.inputs, fwd_hooks=[(name_of("v", 1), zero)]),
-    )
-
-
 def trained_under(net, worlds, intervention):
     config = TrainConfig(3, lr=0.1, optimizer="sgd", clip=None, log_every=3)
     how: Any = {"batch_size": 8, "probe": 20, "intervention": intervention, "progress": False}

@@ -12,7 +12,7 @@ from refusals import refused
 from align_circuits.papers.recall.task.posterior import type_ceiling, type_posterior
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask, followed_by_grammar
 from align_circuits.papers.recall.task.world import RecallWorld, distances
-from align_circuits.prompts.prompts import Prompts, TokenKind
+from align_circuits.prompts.prompts import TokenKind
 from align_circuits.tasks.rng import Rng
 
 PLAIN = RecallWorld.small()
@@ -319,14 +319,6 @@ def test_the_first_prompts_of_a_seed_are_the_same(task):
     few, many = task.sample(3, seed=4), task.sample(9, seed=4)
     for one, other in zip(few.text, many.text, strict=False):
         assert one == other
-
-
-def test_prompts_survive_a_file(tmp_path):
-    prompts = TASKS[4].sample(4)
-    prompts.save(tmp_path / "prompts.safetensors")
-    again = Prompts.load(tmp_path / "prompts.safetensors")
-    assert again.digest == prompts.digest
-    assert set(again.relations) == set(prompts.relations)
 
 
 @pytest.mark.parametrize(
