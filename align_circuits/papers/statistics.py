@@ -77,8 +77,9 @@ def difference_of(minuend: Table, subtrahend: Table) -> Measured:
     """Returns the difference of two means of independent rows, with its interval.
 
     Where both have rows of the same several seeds: that over seeds of the difference in each. Else the two intervals
-    combine as if independent. Rows measured on the same prompts, such as a model and its ceiling, mostly rise and fall
-    together: for them that interval is too wide, not too narrow.
+    combine as if independent; of other seeds, pairs stand for the seeds of the difference. Rows measured on the same
+    prompts, such as a model and its ceiling, mostly rise and fall together: for them that interval is too wide, not too
+    narrow.
     """
     by_seed = _by_seed(minuend), _by_seed(subtrahend)
     if len(by_seed[0]) > 1 and by_seed[0].index.equals(by_seed[1].index):
@@ -90,7 +91,10 @@ def _as_if_independent(left: Measured, right: Measured) -> Measured:
     below = math.hypot(left.value - left.low, right.high - right.value)
     above = math.hypot(left.high - left.value, right.value - right.low)
     value = left.value - right.value
-    return Measured(value, value - below, value + above)
+    # Shares of seeds have binomial intervals, which are wide enough for few seeds by themselves.
+    shares = any(isinstance(seed, bool) for seed in (*left.seeds, *right.seeds))
+    pairs = () if shares else tuple(a - b for a, b in zip(left.seeds, right.seeds, strict=False))
+    return Measured(value, value - below, value + above, pairs)
 
 
 def _by_seed(table: Table) -> pd.Series:
@@ -100,9 +104,21 @@ def _by_seed(table: Table) -> pd.Series:
 
 
 def extreme_of(table: Table, *, highest: bool) -> Measured:
-    """Returns the row with the highest (else the lowest) value, with its own interval."""
-    value = table.frame["value"].to_numpy()
-    return _row(table, int(value.argmax() if highest else value.argmin()))
+    """Returns the row with the highest (else the lowest) value; a row without a value (NaN) does not count.
+
+    One end of its interval is its own, the other the outermost of all rows, since another row may truly be the highest.
+    Its own end takes no account of the choice: of many rows at a threshold the highest mostly exceeds it.
+    """
+    value = table.frame["value"].to_numpy(float)
+    if np.isnan(value).all():
+        return NOT_MEASURED
+    row = _row(table, int(np.nanargmax(value) if highest else np.nanargmin(value)))
+    low, high = (table.frame[end].to_numpy(float) for end in ("low", "high"))
+    return (
+        replace(row, high=float(np.nanmax([row.high, *high])))
+        if highest
+        else replace(row, low=float(np.nanmin([row.low, *low])))
+    )
 
 
 def value_of(table: Table, **where: Any) -> Measured:
