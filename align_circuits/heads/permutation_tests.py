@@ -57,9 +57,11 @@ def p_values(
       in all prompts. Where every candidate could be a key by its label, as each letter translates some symbol
       (`lookup`), the labels of a prompt's candidates are put in place of each other as well, in each prompt on its
       own, and the larger p-value counts: the first null keeps what a head prefers of places, the second what it prefers
-      of tokens, of which all keys of a symbol hold the same. Where each prompt has one row and keys hold few tokens, as
-      relation and grammar tokens (`relation`, `grammar`), so does what log attention exceeds a sum of preferences for
-      tokens and places by.
+      of tokens, of which all keys of a symbol hold the same. Where a prompt has the same keys at all targets, these may
+      hold tokens that other prompts' keys hold, too, which a head may prefer. Then the larger p-value counts again: the
+      other is that of prompts whose keys have no token in common (the first of each), or, where four keys or more hold
+      the same token on average, as relation and grammar tokens (`relation`, `grammar`), that of what log attention
+      exceeds a sum of preferences for tokens and places by.
 
     Of related prompts (`Prompts.group`) the first of each group tests, except for alignments, distances and renamed
     tokens, which are redrawn for all prompts at once.

@@ -3,6 +3,7 @@
 Each test is given the attention at the rows of its relation, and keeps of it what its redraws need.
 """
 
+from collections.abc import Sequence
 from itertools import permutations
 from math import comb, factorial, perm, prod
 
@@ -32,6 +33,9 @@ _FEWEST_DISTANCES = 20
 
 _LEAST_SHARE = 1e-12
 """Of a row's attention: less counts as this much, since nothing has no logarithm."""
+
+_FEWEST_APART = 5
+"""Of fewer prompts a redraw says too little: 1/24 is the smallest p-value of four."""
 
 _TURNS = 20
 """How often means of rows, tokens and places are taken out of log attention."""
@@ -249,12 +253,22 @@ class _OtherPrompts(RedrawnKeys):
         self.attention = torch.zeros(layers, heads, self.n, self.n)
         self.seen = torch.zeros(layers, len(self.prompt), dtype=torch.bool)
         self.labels = _Labels.of(relation, self.candidates[place % int(per_prompt)], place, (layers, heads))
-        self.preferences = _Preferences.of(relation, prompts, (layers, heads))
+        self.preferences, self.apart = None, np.arange(self.n)
+        first = torch.from_numpy(np.unique(relation.prompt.numpy(), return_index=True)[1])
+        if len(first) == self.n and torch.equal(keys, keys[first][relation.prompt]):
+            # Prompts whose keys hold the same token are no independent evidence against a head that prefers some.
+            held = [prompts.tokens[prompt][of_prompt] for prompt, of_prompt in enumerate(keys[first])]
+            apart = _without_common_tokens(held)
+            if 4 * len(torch.cat(held).unique()) <= len(torch.cat(held)) or len(apart) < _FEWEST_APART:
+                self.preferences = _Preferences(relation.select(first), prompts, (layers, heads))
+            else:
+                self.apart = apart
 
     @property
     def smallest(self) -> float:
         keys = self.keys.numpy().swapaxes(0, 1)
-        by_prompts = 1 / prod(_distinct_orders(keys[self.length == length]) for length in np.unique(self.length))
+        keys, lengths = keys[self.apart], self.length[self.apart]
+        by_prompts = 1 / prod(_distinct_orders(keys[lengths == length]) for length in np.unique(lengths))
         return max(by_prompts, self.labels.smallest) if self.labels else by_prompts
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
@@ -279,18 +293,35 @@ class _OtherPrompts(RedrawnKeys):
             p = np.maximum(p, self.labels.p_values(generator))
         if self.preferences:
             p = np.maximum(p, self._among_prompts(self.preferences.beyond() @ self.keys.sum(0).T, generator))
+        if len(self.apart) < self.n:
+            p = np.maximum(p, self._among_prompts(self.attention, generator, self.apart))
         return p
 
     def _among_prompts(
-        self, attention: Float[Tensor, "layer head prompt keys"], generator: np.random.Generator
+        self,
+        attention: Float[Tensor, "layer head prompt keys"],
+        generator: np.random.Generator,
+        among: Int[ndarray, " some"] | slice = slice(None),
     ) -> Float[ndarray, "layer head"]:
-        orders = np.tile(np.arange(self.n), (REDRAWS + 1, 1))
-        for length in np.unique(self.length):
-            alike = np.flatnonzero(self.length == length)
+        attention, lengths = attention[:, :, among][..., among], self.length[among]
+        orders = np.tile(np.arange(len(lengths)), (REDRAWS + 1, 1))
+        for length in np.unique(lengths):
+            alike = np.flatnonzero(lengths == length)
             orders[1:, alike] = generator.permuted(np.tile(alike, (REDRAWS, 1)), axis=1)
-        index = np.arange(self.n) * self.n + orders  # [order prompt], in the flattened matrix
+        index = np.arange(len(lengths)) * len(lengths) + orders  # [order prompt], in the flattened matrix
         scores = np.stack([matrix.ravel()[index].mean(1) for matrix in attention.flatten(0, 1).double().numpy()])
         return share_at_least_first(scores.reshape(*self.shape, -1))
+
+
+def _without_common_tokens(held: Sequence[Int[Tensor, " token"]]) -> Int[ndarray, " some"]:
+    """Returns which prompts to take, from the first on, so that no token is held by the keys of two."""
+    seen: set[int] = set()
+    apart = []
+    for prompt, tokens in enumerate(held):
+        if seen.isdisjoint(tokens.tolist()):
+            apart.append(prompt)
+            seen.update(tokens.tolist())
+    return np.array(apart)
 
 
 class _Labels:
@@ -374,13 +405,6 @@ class _Preferences:
         self.query = relation.query
         self.token = prompts.tokens.unique(return_inverse=True)[1]
         self.shares = torch.zeros(*shape, *self.token.shape)
-
-    @classmethod
-    def of(cls, relation: Relation, prompts: Prompts, shape: tuple[int, int]) -> "_Preferences | None":
-        """Returns it for one row a prompt and keys of which four or more, on average, hold the same token."""
-        keys = prompts.tokens[relation.prompt][relation.expand()[0]]
-        alone = torch.equal(relation.prompt, torch.arange(len(prompts)))
-        return cls(relation, prompts, shape) if alone and 4 * len(keys.unique()) <= len(keys) else None
 
     def add(
         self, layer: int, prompt: Int[Tensor, " row"], query: Int[Tensor, " row"], shares: Float[Tensor, "row head pos"]

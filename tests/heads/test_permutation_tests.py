@@ -443,6 +443,28 @@ def test_heads_that_prefer_relation_tokens_and_late_places_are_no_relation_heads
     assert (found[40:] <= 0.001).all()
 
 
+@pytest.mark.parametrize(("kinds", "rows"), [(17, 1), (32, 2), (4, 2)])
+def test_heads_that_prefer_some_tokens_are_seldom_named_where_keys_hold_them_again(attending, kinds, rows):
+    """By all prompts alike .18 of heads that prefer tokens are, with 17 kinds; the last three look for keys."""
+    rng, heads, n, length = np.random.default_rng(0), 83, 64, 12
+    tokens, key = rng.integers(100, 3000, (n, length)), rng.integers(1, 9, n)
+    tokens[:, 0], tokens[:, 9:] = 60, [61, 62, 63]
+    tokens[np.arange(n), key] = rng.permutation(np.resize(np.arange(kinds), n))
+    prompts = ac.Prompts.from_tokens(tokens.tolist())
+    pairs = [(prompt, 10 - row, [int(key[prompt])]) for prompt in range(n) for row in range(rows)[::-1]]
+    prompts = prompts.with_relations(own=ac.Relation.from_pairs(pairs, prompts=prompts))
+    liking = torch.from_numpy(1.5 * rng.normal(size=(heads, 3000))).float()
+
+    def attention(prompt: int, query: int) -> Tensor:
+        scores = liking[:, prompts.tokens[prompt]]
+        scores[-3:, key[prompt]] += 5
+        return scores.masked_fill(torch.arange(length) > query, -torch.inf).softmax(-1)
+
+    found = p_values(attending(attention), prompts, ["own"])["own"][0]
+    assert (found[:-3] <= 0.05).mean() <= 0.1
+    assert kinds == 4 or (found[-3:] <= 0.001).all()
+
+
 def test_models_in_float64_have_the_same_p_values(random_hf_model, char_tokenizer, prompts):
     models = [ac.load(random_hf_model("llama").to(dtype), tokenizer=char_tokenizer) for dtype in FLOATS]
     narrow, wide = (p_values(model, prompts, NAMES) for model in models)
