@@ -20,6 +20,7 @@ from align_circuits.run.baseline_metrics import baseline_table, other_run
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import OwnMetric, TargetMetrics, by_kind
+from align_circuits.tables.intervals import proportion_change, unpaired_difference
 from align_circuits.tables.tables import Table
 
 NOTHING = "nothing"
@@ -114,8 +115,10 @@ def interchange_accuracy(
 def interchange_verdicts(interchanges: Table, alpha: float) -> pd.DataFrame:
     """Returns whether each patch of a table of interchange interventions carries the other prompt's answer.
 
-    A patch does if the whole 95% interval of its `"interchange"` lies above that of the unpatched run, and the set
-    `"named"` if it also does better than the sets `"random 0"`, `"random 1"`, ... of as many heads.
+    A patch does if the whole 95% interval of how far its `"interchange"` exceeds that of the unpatched run lies above
+    0, and the set `"named"` if it also does better than the sets `"random 0"`, `"random 1"`, ... of as many heads. The
+    interval is over prompts, of which both runs are paired; without per-prompt values it is wider, that of two runs as
+    if of other prompts. Of each patch by itself: among many that carry nothing some are called so by chance.
 
     Args:
         interchanges: What `interchange_accuracy` returned.
@@ -130,10 +133,16 @@ def interchange_verdicts(interchanges: Table, alpha: float) -> pd.DataFrame:
     rows, kept = (frame.loc[frame["metric"] == metric] for metric in ("interchange", "corrupted_correct"))
     rows = rows.assign(kept=kept["value"].to_numpy()).drop(columns=["metric", "n", "level"])
     drawn = rows["patched"].str.fullmatch(r"random \d+")
-    controls, unpatched = rows.loc[drawn, "value"], rows.loc[rows["patched"] == NOTHING, "value"].item()
-    rows = rows[~drawn & (rows["patched"] != NOTHING)].assign(unpatched=unpatched, n_controls=0)
+    controls, nothing = rows.loc[drawn, "value"], rows[rows["patched"] == NOTHING]
+    rows = rows[~drawn & (rows["patched"] != NOTHING)].assign(unpatched=nothing["value"].item(), n_controls=0)
     rows[["controls", "p"]] = np.nan
-    rows["carries"] = rows["low"] > unpatched
+    if interchanges.values is None or interchanges.weights is None:
+        ends, of_nothing = (each[["value", "low", "high"]].to_numpy(float) for each in (rows, nothing))
+        low, _ = unpaired_difference(ends, np.broadcast_to(of_nothing, ends.shape))
+    else:
+        change = interchanges.values[rows.index] - interchanges.values[nothing.index]
+        low, _ = proportion_change(change, interchanges.weights[rows.index], yes_or_no=True)
+    rows["carries"] = low > 0
     named = rows["patched"] == "named"
     if named.any() and len(controls):
         p = (1 + (controls >= rows.loc[named, "value"].item()).sum()) / (1 + len(controls))

@@ -3,12 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.interchange_interventions import interchange_verdicts
+from align_circuits.tables.provenance import Provenance
+from align_circuits.tables.tables import Table
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=6)
 
@@ -125,6 +129,23 @@ def test_a_planted_circuit_brings_the_answer_along(planted, direction):
     normalized: Any = table.normalized().frame  # 1 is the clean answer, whichever run is patched
     brought = normalized.set_index(["patched", "metric"])["value"].to_dict()
     assert brought["aligners", "interchange"] == float(direction == "denoise") == 1 - brought["nothing", "interchange"]
+
+
+def test_what_a_patch_carries_is_more_than_what_it_scrambles():
+    """Seven of sixteen answers gained and two lost (sign test: p = .18) are not enough, and ten and none are."""
+    values = np.zeros((3, 16))
+    values[0, :2], values[1, 2:9], values[2, :12] = 1, 1, 1
+    rows = [("model", None, None, "nothing"), ("head", 0, 1, "head"), ("head", 1, 0, "head")]
+    keys = pd.DataFrame(rows, columns=["level", "layer", "head", "patched"])
+    table = Table.from_prompts(
+        pd.concat([keys.assign(metric=metric) for metric in ("interchange", "corrupted_correct")]),
+        np.concatenate([values, 1 - values]),
+        np.ones((6, 16)),
+        Provenance("interchange"),
+    )
+    assert interchange_verdicts(table, 0.05)["carries"].tolist() == [False, True]
+    apart = interchange_verdicts(Table(table.frame, table.provenance), 0.05)
+    assert apart["carries"].tolist() == [False, True], "without values of prompts"
 
 
 def test_refusals(llama, halves):
