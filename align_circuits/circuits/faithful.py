@@ -28,7 +28,7 @@ from align_circuits.run.target_metrics import EDIT_SETS_A_PART
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.ranking import RISE_WITH_DAMAGE
-from align_circuits.tables.tables import VALUES, Table, directions_of, joined_in
+from align_circuits.tables.tables import SHARES, VALUES, Table, directions_of, joined_in
 
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of edges at which Mueller et al. (2025) measure a circuit."""
@@ -108,7 +108,9 @@ def faithfulness(
     weights = np.broadcast_to(runs.weights, changes.shape)
     if pair.clean.group is not None:
         changes, weights = stats.by_group(changes, weights, pair.clean.group.numpy())
-    value, low, high = stats.ratio(changes[:-1], changes[-1], weights[0])
+    value, low, high = stats.ratio(changes[:-1], changes[-1], weights[0], runs.targets.names[0] in SHARES)
+    # None and all of the edges have these by definition.
+    low[[0, len(counts) - 1]] = high[[0, len(counts) - 1]] = value[[0, len(counts) - 1]]
     edges = circuits.sum((1, 2)).numpy()
     keys = {"circuit": ["edges"] * len(counts) + [*sets], "fraction": edges / len(order), "edges": edges}
     provenance = runs.provenance("faithfulness", {"fractions": list(fractions), "by": by})

@@ -73,8 +73,6 @@ def mean_interval(
     Raises:
         ValueError: No prompts.
     """
-    if values.shape[1] == 0:
-        raise ValueError("no prompts, so no interval: give at least one")
     mean, errors, prompts = weighted_mean(values, weights), *jackknife(values, weights)
     shares = weight_shares(weights)
     if minus is not None:
@@ -111,8 +109,6 @@ def proportion(
     Raises:
         ValueError: No prompts.
     """
-    if values.shape[1] == 0:
-        raise ValueError("no prompts, so no interval: give at least one")
     mean, (errors, prompts) = weighted_mean(values, weights), jackknife(values, weights)
     counts = (weights > 0).sum(1)
     reach = TAILS[0] ** (1 / np.maximum(counts, 1))
@@ -152,8 +148,6 @@ def proportion_change(
     Raises:
         ValueError: No prompts.
     """
-    if values.shape[1] == 0:
-        raise ValueError("no prompts, so no interval: give at least one")
     counts = (weights > 0).sum(1)
     single = yes_or_no & np.isin(weights, (0, 1)).all(1) & (np.isin(values, (-1, 0, 1)) | (weights == 0)).all(1)
     single &= counts > 1
@@ -288,17 +282,22 @@ def binomial_interval(successes: int, trials: int, *, coverage: float = COVERAGE
 
 
 def ratio(
-    above: Float[ndarray, "row prompt"], below: Float[ndarray, " prompt"], weights: Float[ndarray, " prompt"]
+    above: Float[ndarray, "row prompt"],
+    below: Float[ndarray, " prompt"],
+    weights: Float[ndarray, " prompt"],
+    shares: bool = False,
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"], Float[ndarray, " row"]]:
     """Returns each row's ratio of weighted means over prompts, with an interval as by `mean_interval`.
 
     Each prompt is left out above and below the line together. Where the mean below is near 0 the interval is wide or
-    wild, as it should be.
+    wild, as it should be. Changes of shares may be alike in all prompts that were drawn and not in others: each end is
+    then the outer one of this interval's and of `proportion_change`'s over the mean below.
 
     Args:
         above: A mean for each row and prompt.
         below: The same for the denominator, which all rows share.
         weights: How many targets each prompt's means rest on.
+        shares: Whether what stands above are changes of shares, in [-1, 1].
 
     Returns:
         The ratios, and the lower and upper ends.
@@ -309,9 +308,14 @@ def ratio(
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = means[:-1] / means[-1]
         without = (weighted[:-1].sum(1, keepdims=True) - weighted[:-1]) / (weighted[-1].sum() - weighted[-1])
-        shares = weighted[-1:] / weighted[-1].sum()
+        of_weight = weighted[-1:] / weighted[-1].sum()
     errors = np.where(weights > 0, ratios[:, None] - without, 0) * _share_of_variance(wide[:1])
-    return ratios, *_skewed_t(ratios, errors, shares, jackknife(rows, wide)[1][:-1])
+    ends = np.stack(_skewed_t(ratios, errors, of_weight, jackknife(rows, wide)[1][:-1]))
+    if shares:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bounds = np.stack(proportion_change(above, wide[:-1], yes_or_no=True)) / means[-1]
+        ends = np.stack([np.fmin(ends[0], bounds.min(0)), np.fmax(ends[1], bounds.max(0))])
+    return ratios, *ends
 
 
 def jackknife(
@@ -322,6 +326,8 @@ def jackknife(
     The former are scaled so that their squares sum to the variance of the mean; they are 0 for a prompt without weight.
     The number is (Σw)²/Σw² (Kish, 1965); NaN for a row without any weight.
     """
+    if values.shape[1] == 0:
+        raise ValueError("no prompts, so no interval: give at least one")
     total, squares = weights.sum(1), (weights**2).sum(1)
     equal = np.divide(total**2, squares, out=np.full(len(values), np.nan), where=squares > 0)
     mean = np.nan_to_num(weighted_mean(values, weights))[:, None]

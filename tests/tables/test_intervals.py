@@ -405,6 +405,16 @@ def test_prompts_of_very_different_weight_are_covered(n, of):
     assert 0.925 <= ((low <= truth) & (truth <= high)).mean() <= 0.975
 
 
+@pytest.mark.parametrize(("n", "chance"), [(3, 0.8), (8, 0.95), (16, 0.95)])
+def test_shares_of_a_change_that_few_prompts_lack_are_covered(n, chance):
+    """2,000 experiments each; without the bound of the change itself .15 to .57 are covered."""
+    above = (np.random.default_rng(0).random((2000, n)) < chance).astype(float)
+    _, low, high = stats.ratio(above, np.ones(n), np.ones(n), shares=True)
+    assert ((low <= chance) & (chance <= high)).mean() > 0.95 and (low < high).all()
+    _, low, high = stats.ratio(-above, -np.ones(n), np.ones(n), shares=True)
+    assert ((low <= chance) & (chance <= high)).mean() > 0.95
+
+
 def test_each_row_of_a_ratio_is_as_alone():
     rng = np.random.default_rng(5)
     above, below, weights = rng.random((3, 9)), 1 + rng.random(9), 1.0 + np.arange(9)
