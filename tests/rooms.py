@@ -16,20 +16,20 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (390, 300),
     "align_circuits/jobs": (1740, 1000),
-    "align_circuits/prompts": (1805, 1300),
-    "align_circuits/tables": (1805, 1100),
+    "align_circuits/prompts": (1821, 1300),
+    "align_circuits/tables": (1811, 1100),
     "align_circuits/tasks": (2162, 2100),
     "align_circuits/models": (3120, 2400),
     "align_circuits/run": (2215, 1500),
-    "align_circuits/heads": (4530, 2600),
-    "align_circuits/circuits": (1269, 1100),
+    "align_circuits/heads": (4555, 2600),
+    "align_circuits/circuits": (1271, 1100),
     "align_circuits/localizers": (560, 500),
     "align_circuits/report": (2060, 1700),
     "align_circuits/training": (2036, 1400),
     "align_circuits/cli": (3010, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3920, 2600),
-    "tests": (33700, 20000),
+    "tests": (33500, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

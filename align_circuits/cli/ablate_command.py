@@ -15,6 +15,7 @@ from align_circuits.heads.localization import share_sentences
 from align_circuits.report import plots
 from align_circuits.report.page import legend_of
 from align_circuits.run.target_metrics import CHOICE_ACCURACY, Metric
+from align_circuits.tables.baselines import unsolved
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,14 @@ class Ablate(EffectVerb):
         model, prompts, _ = self.prepare()
         count = 20 if self.n_controls is None else self.n_controls
         table, verdicts = ablate_together(model, prompts, heads, n_controls=count, seed=self.seed, options=self.options)
-        told = [*(verdict.sentence for verdict in verdicts), *share_sentences(verdicts)]
-        accuracy = "accuracy"
+        verdict_sentences = [*(verdict.sentence for verdict in verdicts), *share_sentences(verdicts)]
+        intact = f"accuracy is {verdicts[0].intact:.2f}"
         if CHOICE_ACCURACY in set(table.frame["metric"]):
-            accuracy = "choice accuracy (how often the right answer is more likely than the wrong one)"
-        intact = f"{accuracy} is {verdicts[0].intact:.2f}"
+            guesses = unsolved(table.where(ablated="nothing").frame.iloc[0], 0.5, prompts.n_groups, table.unit)
+            intact = f"choice accuracy (how often the right answer is more likely than the wrong one) is {intact[12:]}"
+            intact += f", {guesses}" * bool(guesses)
         print(f"{self.model}: {counted(prompts)}; intact, {intact}\n")
-        print("\n".join(f"  {sentence}" for sentence in told))
+        print("\n".join(f"  {sentence}" for sentence in verdict_sentences))
         drawn = any(verdict.controls for verdict in verdicts)
         dots = "Each set of other heads is a dot; they are measured until it is clear whether they do as well."
         self.finish(
@@ -99,7 +101,7 @@ class Ablate(EffectVerb):
             table,
             settings={name: value for name, value in self.settings.items() if name not in ("how", "screen", "metric")},
             title=f"Heads of {self.model} ablated together",
-            summary=f"Intact, {intact}. " + "\n\n".join(told),
+            summary=f"Intact, {intact}. " + "\n\n".join(verdict_sentences),
             sections=[
                 ("Accuracy without them", dots if drawn else "", plots.ablation(table)),
                 ("A prompt", legend_of(prompts), prompts.to_html()),

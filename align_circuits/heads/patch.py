@@ -154,7 +154,9 @@ def patch_sites(
     """
     columns: dict[str, Any] = {"neurons": neurons, "direction": direction}
     by_column = isinstance(positions, str) and positions == EACH
-    masks = _each_column(pair.clean) if by_column else _masks_of(pair.clean, positions)
+    columns = torch.arange(pair.clean.mask.shape[1])
+    own_columns = {int(column): pair.clean.mask & (columns == column) for column in columns[pair.clean.mask.any(0)]}
+    masks = own_columns if by_column else _masks_of(pair.clean, positions)
     keys = []
     patches: list[Patch] = []
     for site, layer, fields in _places(model, sites, layers):
@@ -265,9 +267,3 @@ def _places(
                 f"site={site!r}: choose one of {', '.join((*LAYER_SITES, *of_heads))}, or the full name of a hook point"
             )
     return patched
-
-
-def _each_column(prompts: Prompts) -> dict[int, Bool[Tensor, "prompt pos"]]:
-    """Each column that holds a token in any prompt."""
-    columns = prompts.mask.any(0).nonzero()[:, 0].tolist()
-    return {column: prompts.mask & (torch.arange(prompts.mask.shape[1]) == column) for column in columns}

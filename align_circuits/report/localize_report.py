@@ -63,7 +63,8 @@ def save_localization(
         ValueError: The folder cannot be written, or holds other folders where the tables go.
     """
     tables = ("patching_effects", "ablation_effects", "set_ablations", "interchanges")
-    summary = "\n\n".join([headline_of(localization), *_caveats(localization)[1:]])
+    headline = headline_of(localization)
+    summary = "\n\n".join([headline, *(told for told in _caveats(localization) if told not in headline)])
     with replacing_in(
         folder, going=(*FILES, PER_PROMPT, *tables, "group_ablations")
     ) as new:  # the last of an earlier version

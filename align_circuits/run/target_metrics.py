@@ -113,7 +113,7 @@ def kl(logits: Float[Tensor, "row d_vocab"], reference: Float[Tensor, "row d_voc
 
     D(reference || prediction).
     """
-    return (reference.exp() * (reference - logits.log_softmax(1))).sum(1)
+    return (reference.exp() * (reference - logits.log_softmax(1))).sum(1).clamp_min(0)  # but for rounding
 
 
 def name_of_metric(metric: Any) -> str:

@@ -1,6 +1,7 @@
 """Experiments run at their smallest scale, and their checks can fail."""
 
 import json
+import math
 from collections import UserList
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +34,7 @@ from align_circuits.papers.statistics import (
     measured,
     of_each,
     over_seeds,
+    rows,
     seed_rows,
     share_of,
     statistic,
@@ -123,7 +125,23 @@ def test_means_and_differences_carry_intervals_of_independent_rows():
     assert str(mean_of(with_reach([0.2, 0.4]))) == "0.30 [0.23, 0.37]"  # 0.1 * sqrt(2) / 2
     assert str(difference_of(with_reach([0.9]), with_reach([0.2]))) == "0.70 [0.56, 0.84]"
     assert extreme_of(with_reach([0.5, 0.1, 0.3]), highest=False).value == 0.1
-    assert extreme_of(with_reach([0.5, 0.1, 0.3]), highest=True).value == 0.5
+    assert str(extreme_of(with_reach([0.5, math.nan, 0.3]), highest=True)) == "0.50 [0.40, 0.60]"
+    wider = Table(pd.concat([with_reach([0.5]).frame, with_reach([0.1, 0.45], 0.3).frame]), Provenance("test"))
+    assert str(extreme_of(wider, highest=True)) == "0.50 [0.40, 0.75]", "another row may truly be the highest"
+    assert str(extreme_of(wider, highest=False)) == "0.10 [-0.20, 0.40]"
+    assert math.isnan(extreme_of(with_reach([math.nan]), highest=True).value)
+
+
+def test_two_seeds_decide_nothing_beside_three():
+    def verdict(one: list[float], other: list[float]) -> str:
+        seeds = [("a", *seed) for seed in enumerate(one)] + [("b", *seed) for seed in enumerate(other)]
+        table = table_of([dict(zip(("arm", "seed", "value"), seed, strict=True)) for seed in seeds])
+        difference = rows(arm="a") - rows(arm="b")
+        return Claim("a exceeds b").at_least(0.5, difference, rows(arm="b"), "b").check(table).verdict
+
+    high, low = [0.9, 0.91, 0.92, 0.9, 0.93], [0.1, 0.11, 0.12, 0.1, 0.11, 0.12]
+    assert verdict(high[:2], low[:3]) == verdict(high[:2], low[:2]) == verdict(high[:4], low) == "undecided"
+    assert verdict(high, low) == verdict(high, low[:5]) == "holds"
 
 
 def test_rows_of_several_seeds_have_the_interval_over_seeds():
