@@ -67,6 +67,7 @@ class Verdict:
         """For each kind of control, the share of sets that do as well as this one, which counts as one of them.
 
         A permutation p-value (Phipson and Smyth, 2010), exact if all sets were alike; with d draws at least 1/(1 + d).
+        Control sets are drawn from the other heads: too small for a set of more than about an eighth of the heads.
         A draw that is NaN counts as one that does as well: p is at most this.
         """
         return {

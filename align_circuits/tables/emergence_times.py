@@ -33,7 +33,8 @@ def sustained_step(
     """Returns the step at which a metric first crosses half of its rise and stays there; NaN if it did not emerge.
 
     The rise goes from the first probe to the highest level that `sustained` probes in a row reach or exceed, so that
-    one lucky probe is no rise. The step is the first of `sustained` probes in a row that all reach the middle.
+    one lucky probe is no rise. The step is the first of `sustained` probes in a row that all reach the middle. A metric
+    whose probes vary by more than .1 about their mean, as hit rates of under 25 prompts do, may rise so by chance.
 
     Args:
         steps: The step of each probe, ascending.

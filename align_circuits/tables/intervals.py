@@ -188,7 +188,7 @@ def _paired_score_interval(
 def betting_interval(
     values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
-    """Returns an interval of means in [0, 1] that covers at any number of prompts, whatever the values' distribution.
+    """Returns an interval of means in [0, 1] that covers at any number of prompts of like weight, whatever they hold.
 
     A gambler bets on each prompt in turn that its value exceeds m, knowing those before it. Where m is the truth, no
     bet gains on average, so that 2/α times the stake is reached with a chance of α/2 at most: every m at which it is
