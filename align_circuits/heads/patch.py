@@ -154,9 +154,9 @@ def patch_sites(
     """
     columns: dict[str, Any] = {"neurons": neurons, "direction": direction}
     by_column = isinstance(positions, str) and positions == EACH
-    columns = torch.arange(pair.clean.mask.shape[1])
-    own_columns = {int(column): pair.clean.mask & (columns == column) for column in columns[pair.clean.mask.any(0)]}
-    masks = own_columns if by_column else _masks_of(pair.clean, positions)
+    mask, held = pair.clean.mask, pair.clean.mask.any(0).nonzero()[:, 0].tolist()
+    at = torch.arange(mask.shape[1])
+    masks = {column: mask & (at == column) for column in held} if by_column else _masks_of(pair.clean, positions)
     keys = []
     patches: list[Patch] = []
     for site, layer, fields in _places(model, sites, layers):
