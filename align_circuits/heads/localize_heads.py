@@ -194,7 +194,7 @@ def localize(
             attends = there.attending(scores, roles, thresholds)
             attending_elsewhere = {head for head in elsewhere if attends[head]}
         other = task.control()
-        control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
+        control = other and score_heads(model, sampled(other, len(tested), tokenizer, seed), roles, options=options)
         ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
         patching_effects = patch_heads(model, pair, heads=heads, options=options)
         settings = {

@@ -97,16 +97,12 @@ def as_task(
 
 
 def first_half(prompts: Prompts) -> int:
-    """Returns how many prompts make the first half: half of them, or as near as groups of related ones allow.
+    """Returns how many prompts make the first half: half of them, or as near as allowed by groups, which stay whole.
 
     Raises:
         ValueError: Every cut would part related prompts.
     """
-    return _cut(prompts, len(prompts) // 2)
-
-
-def _cut(prompts: Prompts, near: int) -> int:
-    """The first prompt of the second part, as near as groups allow: no group has prompts in both parts."""
+    near = len(prompts) // 2
     if len(prompts) < 2:
         raise ValueError(f"{len(prompts)} prompt, which cannot be split: give at least two")
     if prompts.group is None:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -91,7 +92,13 @@ class Task(ABC):
 
 
 def sampled(task: Task, n: int, tokenizer: Any, seed: int) -> Prompts:
-    """Returns what a task samples, or raises a `WrongArgument` if that is no prompts."""
+    """Returns what a task samples, or raises a `WrongArgument` if `sample` lacks parameters or returns no prompts."""
+    takes, name = signature(task.sample), type(task).__name__
+    try:
+        takes.bind(n, tokenizer, seed=seed)
+    except TypeError:
+        wanted = "write sample(self, n, tokenizer=None, seed=0)"
+        raise WrongArgument(f"{name}.sample{takes} cannot be given n, tokenizer and seed: {wanted}") from None
     prompts = task.sample(n, tokenizer, seed=seed)
     _check_made(task, "sample", prompts)
     return prompts

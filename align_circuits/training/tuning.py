@@ -53,7 +53,7 @@ from align_circuits.tables.tables import Table
 from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task
 from align_circuits.tasks.seq2seq import Seq2SeqTask
-from align_circuits.tasks.task import Task
+from align_circuits.tasks.task import Task, sampled
 from align_circuits.training.loop import TrainConfig, train
 from align_circuits.training.probe import PROBED, Probe
 
@@ -472,7 +472,7 @@ class _TuningData:
         if isinstance(self.task, OwnPrompts):
             learned = self.task.prompts
         else:
-            learned = self.task.sample(self.config.prompts_per_step, self.tokenizer)
+            learned = self.task.sample(self.config.prompts_per_step, self.tokenizer, seed=0)
         try:
             task_identity = identity_of(self.task)  # a few prompts do not show all that it draws from
         except Unidentified:
@@ -525,7 +525,7 @@ class _TuningData:
             task, held_out = task.split(seed)
             probed = held_out.sample(min(config.probe_prompts or len(held_out.prompts), len(held_out.prompts)))
         else:
-            probed = task.sample(config.prompts_per_probe, tokenizer, PROBE_SEED + seed)
+            probed = sampled(task, config.prompts_per_probe, tokenizer, PROBE_SEED + seed)
         check_fits(model, probed)
         scored = [name for name in task.roles if len(probed.relations.get(name, ()))]
         whole = rotates_by_length(model)
@@ -550,7 +550,7 @@ class _TuningData:
     def _drawn(self, seed: int) -> Prompts:
         n, task = self.config.prompts_per_step, self.task
         if not isinstance(task, Seq2SeqTask):
-            return task.sample(n, self.tokenizer, seed)
+            return task.sample(n, self.tokenizer, seed=seed)
         if self.dataset is None:
             return task.sample(n, self.tokenizer, seed, references=False)
         return in_context(task, self.dataset, n=n, seed=seed)

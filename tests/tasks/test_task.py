@@ -10,6 +10,7 @@ import torch
 from refusals import raised, refused
 
 import align_circuits as ac
+from align_circuits.checks import WrongArgument
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.tasks.task import Task, exchanged
 
@@ -101,6 +102,14 @@ def test_a_task_that_returns_something_else_is_told_so(random_hf_model, method, 
     wrong = type("Wrong", (Shifted,), {method: returned})
     with pytest.raises(error, match=message):
         ac.localize(ac.load(random_hf_model("llama")), wrong(), n=16)
+
+
+@pytest.mark.parametrize("sample", [lambda _, n: n, lambda _, n, tokenizer=None: (n, tokenizer)])
+def test_a_task_whose_sample_lacks_a_parameter_is_told_how_to_write_it(random_hf_model, sample):
+    model, wrong = ac.load(random_hf_model("llama")), type("Wrong", (Shifted,), {"sample": sample})()
+    for verb in (ac.localize, ac.tune):
+        lacks = r"Wrong.sample\(n.* cannot be given n, tokenizer and seed: write sample\(self, n, tokenizer=None, "
+        raised(WrongArgument, lacks, verb, model, wrong)
 
 
 def test_a_role_whose_relation_is_missing_is_named(random_hf_model):
