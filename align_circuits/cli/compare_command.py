@@ -67,7 +67,9 @@ class Compare(Verb):
         for name, run, measured in zip("AB", runs, tables, strict=True):
             if estimates := len(run) - len(measured):
                 summary += f" {estimates} of {len(run)} numbers of {name} are estimates of a screen, and left out."
-        opposite = of_two_verbs and _are_opposite(table, *tables)
+        # As what ablation takes and what patching brings.
+        ends = [{name: _best_end_of(run, name) for name in {*table.frame["metric"]}} for run in tables if of_two_verbs]
+        opposite = len(ends) == 2 and ends[0] != ends[1]
         if opposite:
             summary += " What one run counts as a loss the other counts as a gain, so no differences are told."
         elif len(differing) or not has_intervals:
@@ -227,11 +229,6 @@ def _agreement(table: Table, first: Table, second: Table) -> Iterator[str]:
         turned = "" if ends[0] == ends[1] else f", the {ends[0]} effects of A beside the {ends[1]} of B"
         of = "rows" if "head" not in rows or rows.duplicated(["layer", "head"]).any() else "heads"
         yield f"{metric}: rank correlation of the effects {rho:.2f} (Spearman, over {len(rows)} {of}{turned})."
-
-
-def _are_opposite(table: Table, first: Table, second: Table) -> bool:
-    """Whether two runs count what matters in opposite directions, as what ablation takes and what patching brings."""
-    return any(_best_end_of(first, metric) != _best_end_of(second, metric) for metric in {*table.frame["metric"]})
 
 
 def _best_end_of(run: Table, metric: str) -> End:

@@ -189,13 +189,16 @@ def in_options(message: str, verb: type[Any]) -> str:
     names = "|".join(sorted({field.name for part in parts if is_dataclass(part) for field in fields(part)}))
 
     def option(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
         name, value = match[1].replace("_", "-"), match[2].strip("'")
         return {"True": f"--{name}", "False": f"--no-{name}"}.get(value, f"--{name} {value}")
 
     def bare(match: re.Match[str]) -> str:  # a single word may be a word of the sentence
         return f"--{match[0].replace('_', '-')}" if "_" in match[0] else match[0]
 
-    message = re.sub(rf"(?<![-\w.])({names})=('[^']*'|-?[\w.]*\w)", option, message)
+    # Code that someone has to write, `sample(self, n, seed=0)`, stays as it is.
+    message = re.sub(rf"\(self, .*?\)|(?<![-\w.])({names})=('[^']*'|-?[\w.]*\w)", option, message)
     return re.sub(rf"(?<![-\w.=/'\"])({names})(?![-\w.=/'\"])", bare, message)
 
 

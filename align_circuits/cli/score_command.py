@@ -46,7 +46,8 @@ class Score(PromptVerb):
         of_metric = {metric: ranked(table, metric) for metric in metrics}
         best = {metric: rows[rows["value"] >= LEAST_SHOWN].head(3) for metric, rows in of_metric.items()}
         some_low = any(_low(rows[rows.index < 5]).any() for rows in of_metric.values())
-        measured = [name for name in prompts.relations if any(_is_of(metric, name) for metric in metrics)]
+        suffixes = {"", *(f"_{measure}" for measure in MEASURES)}
+        measured = [name for name in prompts.relations if {name + suffix for suffix in suffixes} & {*metrics}]
         notes = position_notes(prompts, measured)
         by_chance = chance_of(prompts, [name for name in best if name in prompts.relations and name not in TOKEN_ROLES])
         told = ", ".join(f"{of:.2f} ({name})" for name, of in by_chance.items())
@@ -108,11 +109,6 @@ def _lengths(prompts: Prompts) -> str:
     """The least and the most tokens of a prompt."""
     lengths = prompts.mask.sum(1)
     return " to ".join(map(str, sorted({int(lengths.min()), int(lengths.max())})))
-
-
-def _is_of(metric: str, relation: str) -> bool:
-    """Whether a metric, with or without a suffix, is of a relation."""
-    return metric == relation or metric.removeprefix(f"{relation}_") in MEASURES
 
 
 def with_shares(prompts: Prompts, asked: Collection[str]) -> list[str]:

@@ -97,8 +97,8 @@ def sampled(task: Task, n: int, tokenizer: Any, seed: int) -> Prompts:
     try:
         takes.bind(n, tokenizer, seed=seed)
     except TypeError:
-        wanted = "write sample(self, n, tokenizer=None, seed=0)"
-        raise WrongArgument(f"{name}.sample{takes} cannot be given n, tokenizer and seed: {wanted}") from None
+        given = ", ".join(takes.parameters) or "nothing"
+        raise WrongArgument(f"{name}.sample takes {given}: write sample(self, n, tokenizer=None, seed=0)") from None
     prompts = task.sample(n, tokenizer, seed=seed)
     _check_made(task, "sample", prompts)
     return prompts

@@ -92,6 +92,7 @@ def test_errors_speak_of_options():
         "metric='logit_diff' needs answers": "--metric logit_diff needs answers",
         "set spaced=False, or bos=True": "set --no-spaced, or --bos",
         "x_len is 30: give x_len up to 26": "--x-len is 30: give --x-len up to 26",
+        "write f(self, seed=0), not seed=0": "write f(self, seed=0), not --seed 0",
         "leave screen out; see prompts.n and 'x_len'": "leave screen out; see prompts.n and 'x_len'",
     }.items():
         assert in_options(message, verb) == shown

@@ -140,6 +140,7 @@ def test_each_runs_anew_once_the_code_of_the_task_has_changed(tiny, file):
         (["--task", "follow_task.py:not_a_task"], "has not_a_task, which is no Task; it has Follow"),
         (["--task", "empty.py:Follow"], "has no Follow; write one, a subclass of align_circuits.Task"),
         (["--task", "follow_task.py:Unfinished"], "Unfinished does not define sample"),
+        (["--task", "short.py:Short"], "Short.sample takes n: write sample(self, n, tokenizer=None, seed=0)"),
         (["--task", "follow_task.py:WithLetters"], "write `task = WithLetters(...)` in follow_task.py"),
         (["--task", "broken.py:Follow"], "importing it raised SyntaxError: '(' was never closed (broken.py, line 1)"),
         (["--task", "raises.py:Follow"], "importing it raised ZeroDivisionError: division by zero .*raises.py, line 2"),
@@ -152,6 +153,7 @@ def test_each_runs_anew_once_the_code_of_the_task_has_changed(tiny, file):
 )
 def test_what_is_no_task_is_refused_in_a_line(options, message, declined):
     files = {"empty": "", "broken": "x = (", "raises": "\n1 / 0", "needs": "import no_such_library", "random": FOLLOW}
+    files["short"] = "import align_circuits as ac\nclass Short(ac.Task):\n    def sample(self, n):\n        return None"
     for name, code in files.items():
         Path(f"{name}.py").write_text(code)
     Path("p.jsonl").write_text('{"text": "AB", "answer": "C"}')
