@@ -217,6 +217,8 @@ def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypa
         (["--state-range", "3"], "--state-range: give 2 values ("),
         (["--n"], "--n: give a value ("),
         (["--modle", "toy-llama"], "no option --modle of score: did you mean '--model'? "),
+        (["--roles", "a"], "no option --roles of score: --help all lists the options"),
+        (["--by", "position"], "no option --by of score: --help all lists the options"),
         (["--direction=noise"], "no option --direction of score: an option of patch and attribute; --help all"),
     ],
 )
