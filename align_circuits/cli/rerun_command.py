@@ -63,10 +63,13 @@ class Rerun(Verb):
             print(f"same: all {len(first)} numbers are those of the first run")
         if _task_of(before) != _task_of(after):
             print("  changed since then: the code of the task")
+        # A folder's whole path, which its name in the first run may be a part of.
+        first_path, path = (table.provenance.settings.get("model") for table in (before, after))
         for entry in ("versions", "model"):
             old, new = getattr(before.provenance, entry), getattr(after.provenance, entry)
             for name in old.keys() | new.keys():
-                if old.get(name) != new.get(name):
+                same = name == "name" and None is not first_path == path
+                if old.get(name) != new.get(name) and not same:
                     print(f"  changed since then: {name}, {old.get(name)} -> {new.get(name)}")
         return None
 

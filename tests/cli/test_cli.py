@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import shlex
 import sys
@@ -624,15 +625,17 @@ def test_numbers_stay_where_their_report_would_be_too_large(tmp_path, capsys, mo
     assert len(Table.load(tmp_path)) and not (tmp_path / "report.html").exists()
 
 
-def test_a_run_on_a_file_is_repeated_from_any_folder(pairs_file, tmp_path, monkeypatch, capsys, ran):
+def test_a_run_on_files_is_repeated_from_any_folder(pairs_file, tiny, tmp_path, monkeypatch, capsys, ran):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    command = ["score", "--model", "toy-llama", "--prompts", str(pairs_file.relative_to(tmp_path)), "--out", "first"]
+    model, prompts = os.path.relpath(tiny, tmp_path), str(pairs_file.relative_to(tmp_path))
+    command = ["score", "--model", model, "--prompts", prompts, "--out", "first"]
     assert main(command) == 0
     note = "The keys of 搬运🙂 are at the same positions in every prompt"
     assert note in capsys.readouterr().out and note in Path("first/report.html").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert "same: all " in ran(["rerun", "../first"])
+    printed = ran(["rerun", "../first"])
+    assert "same: all " in printed and "changed since then" not in printed
 
 
 def test_groups_and_warnings_of_a_file_stand_in_what_is_printed_and_in_the_report(tmp_path, capsys):
