@@ -323,8 +323,8 @@ def check_pair(clean: Prompts, corrupted: Prompts) -> None:
     """Raises a ValueError unless two sets of prompts are halves of minimal pairs, given the right way round."""
     if "corrupted" in clean.task and "corrupted" not in corrupted.task:
         raise ValueError(
-            "clean= is what task.corrupt returned, and corrupted= what it was made from: swap them; to put clean "
-            "activations into corrupted runs, take direction='denoise'"
+            "clean= is the corrupted half, as task.corrupt or Prompts.from_pairs returned it, and corrupted= the clean "
+            "one: swap them; to put clean activations into corrupted runs, take direction='denoise'"
         )
     if clean.mask.shape != corrupted.mask.shape or not bool((clean.mask == corrupted.mask).all()):
         raise ValueError(

@@ -81,7 +81,7 @@ def test_a_kind_or_a_metric_that_does_not_fit_is_refused_at_once(char_tokenizer)
     corrupted = TASK.corrupt(clean, "query", seed=1)
     refused("no targets of kind 'later'", ac.Pair, clean, corrupted, kind="later")
     refused("metric='logit_diff' compares with a wrong answer", ac.Pair, clean, corrupted, metric="logit_diff")
-    refused(r"clean= is what task\.corrupt returned", ac.Pair, corrupted, clean)
+    refused(r"clean= is the corrupted half, as task\.corrupt or Prompts\.from_pairs", ac.Pair, corrupted, clean)
     assert ac.Pair(corrupted, corrupted).clean is corrupted, "a corruption may be corrupted again"
 
 
