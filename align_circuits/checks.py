@@ -75,6 +75,9 @@ def checked(function: T) -> T:
         except TypeError as error:
             names = ", ".join(name for name in known.parameters if name not in ("self", "cls"))
             meant = next((hint for name in kwargs if (hint := _meant(name, known.parameters))), "")
+            kinds = [type(value).__name__ for value in (*args, *kwargs.values())]
+            if "pair" in known.parameters and kinds.count("Prompts") > 1:
+                meant = f", since clean and corrupted prompts are one argument: {_REMEDIES['Pair']}"
             raise WrongArgument(f"{_name(function)}: {error}{meant}; it takes {names}") from None
         for name, value in given.arguments.items():
             if isinstance(value, np.generic):  # a number from an array or a table
@@ -148,6 +151,10 @@ def check_argument(function: str, name: str, value: Any, hint: Any) -> None:
         remedy = f"; give the number, {value.strip()}"
     if name.startswith("positions[") and any(hasattr(kind, "array_type") for kind in kinds):
         remedy = "; give a mask, prompts.mask_of(name), of a position that was named when the prompts were made"
+    elif name.partition("[")[0] == "positions" and isinstance(value, int) and str in kinds and int not in kinds:
+        remedy = "; name it when the prompts are made, positions={'P': 3}, and give its name, or give masks by name"
+    if name.startswith("keys[") and kinds == [str] and isinstance(value, list | tuple):
+        remedy = f"; give the names one by one: from_positions(query, {', '.join(map(repr, value))})"
     raise WrongArgument(f"{function}: {name} is {described(value)}, not {_in_words(hint)}{remedy}")
 
 

@@ -169,6 +169,22 @@ CASES = [
         r"positions\['IO'\] is 3, not a tensor \[prompt pos\]; give a mask, prompts\.mask_of\(name\)",
     ),
     (
+        lambda w: ac.patch_heads(w.model, w.pair, positions=[3]),
+        r"positions\[0\] is 3, not a text; name it when the prompts are made, positions=\{'P': 3\}, and give ",
+    ),
+    (
+        lambda w: ac.patch_heads(w.model, w.clean, w.clean),
+        r"too many positional .* are one argument: make one with Pair\(clean, corrupted\); it takes model, pair, ",
+    ),
+    (
+        lambda w: ac.attribute_edges(w.model, clean=w.clean, corrupted=w.clean),
+        r"are one argument: make one with Pair\(clean, corrupted\); it takes model, pair, ",
+    ),
+    (
+        lambda w: ac.Relation.from_positions("END", ["IO", "S1"], prompts=w.clean),
+        r"keys\[0\] is a list .*; give the names one by one: from_positions\(query, 'IO', 'S1'\)",
+    ),
+    (
         lambda w: ac.ablate_heads(w.model, w.clean).normalized(),
         "effects of 'ablate_heads' have no scale from corrupted to clean prompts, .* call patch_heads",
     ),
