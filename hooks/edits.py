@@ -671,10 +671,8 @@ class Steer(_AtSite):
         """The activation plus the scaled vector."""
         if is_pattern(old.name) or self.vector is None or self.vector.shape != old.values.shape[-1:]:
             shape = None if self.vector is None else tuple(self.vector.shape)
-            raise ValueError(
-                f"a vector of shape {shape} cannot be added at {old.name!r}: give {old.values.shape[-1]} numbers, at "
-                "any site but 'pattern'"
-            )
+            given = "no vector= is given to add" if shape is None else f"a vector of shape {shape} cannot be added"
+            raise ValueError(f"{given} at {old.name!r}: give {old.values.shape[-1]} numbers, at any site but 'pattern'")
         return old.values + self.scale * self.vector.to(old.values)
 
 

@@ -627,7 +627,7 @@ class TestRefusals:
                 )
                 for shape in ((4, 1), (1, 8), (8,), (4, 7), ())
             ),
-            (ac.Steer([(0, 0)]), "a vector of shape None cannot be added .* give 8 numbers"),
+            (ac.Steer([(0, 0)]), "no vector= is given to add at .*: give 8 numbers"),
             (ac.Steer([(0, 0)], vector=torch.ones(32)), r"a vector of shape \(32,\) .* give 8 numbers"),
             (ac.Steer(layers=[0], site="resid_pre", vector=torch.ones(8)), "give 32 numbers"),
             (ac.Steer([(0, 0)], site="pattern", vector=torch.ones(9)), "any site but 'pattern'"),
