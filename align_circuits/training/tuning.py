@@ -469,10 +469,8 @@ class _TuningData:
         probes = {str(ood): _contents(prompts) for ood, prompts in self.probes.items()}
         if isinstance(self.task, Seq2SeqTask):
             return asdict(self.task) | {"probes": probes}  # which tell the tokenizer
-        if isinstance(self.task, OwnPrompts):
-            learned = self.task.prompts
-        else:
-            learned = self.task.sample(self.config.prompts_per_step, self.tokenizer, seed=0)
+        source, n = self.task, self.config.prompts_per_step
+        learned = source.prompts if isinstance(source, OwnPrompts) else source.sample(n, self.tokenizer, seed=0)
         try:
             task_identity = identity_of(self.task)  # a few prompts do not show all that it draws from
         except Unidentified:
@@ -531,7 +529,9 @@ class _TuningData:
         whole = rotates_by_length(model)
         data = cls(task, config, tokenizer, None, {False: probed}, scored, whole)
         if isinstance(task, OwnPrompts) and config.prompts_per_step > len(task.prompts):
-            raise ValueError(f"batch={config.prompts_per_step}: there are {len(task.prompts)} prompts to learn from")
+            n, most = len(task.prompts), 2 ** (len(task.prompts).bit_length() - 1)
+            few = f"batch={config.prompts_per_step}: there are {n} prompts to learn from; give more, or a config with"
+            raise ValueError(f"{few} a smaller batch, such as TuneConfig.preset('small', batch={most})")
         data.batch(1, seed)  # raises here, before anything is written
         return data
 
