@@ -95,12 +95,10 @@ class LexiconTask(TranslationTask):
         """
         lexicon = dict(LEXICONS[self.lexicon] if isinstance(self.lexicon, str) else self.lexicon)
         broken = [text for pair in lexicon.items() for text in pair if token_of(tokenizer, text) is None]
+        read = "; ".join(f"{text!r} is read as {tokenizer.tokenize(text)}" for text in broken[:5])
+        told = f"{len(broken)} words of the lexicon are not one token of {name_of(tokenizer)}: {read}"
         if broken and self.unknown == "refuse":
-            read = "; ".join(f"{text!r} is read as {tokenizer.tokenize(text)}" for text in broken[:5])
-            raise ValueError(
-                f"{len(broken)} words of the lexicon are not one token of {name_of(tokenizer)}: {read}. Leave their "
-                "pairs out of the lexicon, or set unknown='leave out'"
-            )
+            raise ValueError(f"{told}. Leave their pairs out of the lexicon, or set unknown='leave out'")
         kept = {word: translation for word, translation in lexicon.items() if not {word, translation} & set(broken)}
         # Without sharing, the examples need as many words as the test input, none of them in it.
         needed = self.x_len if self.shared or not self.n_examples else 2 * self.x_len
@@ -108,6 +106,7 @@ class LexiconTask(TranslationTask):
             raise ValueError(
                 f"{len(kept)} pairs of the lexicon are single tokens, but inputs of {self.x_len} words need "
                 f"{max(needed, 2)}: give a shorter x_len or a longer lexicon, or set shared=True"
+                f"{f'. {told}' * bool(broken)}"
             )
         return kept
 
