@@ -1,5 +1,6 @@
 """Texts as token ids: where an answer begins, where a word stands, and whether two texts are aligned token by token."""
 
+import inspect
 import json
 import re
 import warnings
@@ -62,7 +63,7 @@ def groups_of_equal(
         told = f"{len(again)} texts repeat earlier ones, first {names[again[0]]}"
         told = told if len(again) > 1 else f"{names[again[0]]} repeats an earlier text"
     kind = "equal texts" if again else "such pairs"
-    warnings.warn(f"{told}; {kind} count as one group, since they are no independent evidence", stacklevel=3)
+    _warn(f"{told}; {kind} count as one group, since they are no independent evidence")
     links = np.array([*enumerate(equal), *mirrored]).T
     linked = coo_array((np.ones(links.shape[1]), links), shape=(len(texts), len(texts)))
     return connected_components(linked, directed=False)[1].tolist()
@@ -73,11 +74,16 @@ def warn_of_equal(texts: Sequence[Sequence[int]], groups: Sequence[Hashable], na
     apart = pd.DataFrame({"text": [*map(tuple, texts)], "group": pd.factorize(pd.Series([*groups], dtype=object))[0]})
     again = apart["text"].duplicated() & ~apart.duplicated()
     if again.any():
-        warnings.warn(
+        _warn(
             f"{names[int(again.to_numpy().argmax())]} repeats an earlier text in another group, as if it were "
-            "independent evidence: give equal texts one group",
-            stacklevel=4,
+            "independent evidence: give equal texts one group"
         )
+
+
+def _warn(message: str) -> None:
+    """Warns at the line that called the package."""
+    outside = [not info.frame.f_globals["__name__"].startswith("align_circuits.") for info in inspect.stack(0)]
+    warnings.warn(message, stacklevel=1 + outside.index(True))
 
 
 def tokenize(
@@ -152,8 +158,7 @@ def tokenize(
         raise ValueError(f"{first}: {apart}; give answers that differ in the first{also}")
     if doubts:
         first, doubt = next(iter(doubts.items()))
-        # The level of whoever called `Prompts.from_texts` or `from_pairs`, which `@checked` wraps.
-        warnings.warn(f"{len(doubts)} of {len(texts)} texts, such as {first}: {doubt}", stacklevel=4)
+        _warn(f"{len(doubts)} of {len(texts)} texts, such as {first}: {doubt}")
     return tokenized
 
 
@@ -220,11 +225,9 @@ def warn_of_far_pairs(names: Sequence[str], pairs: Sequence[tuple[Sequence[int],
     far = [index for index, count in enumerate(differing) if count > max(FEW_TOKENS, lengths[index] / 2)]
     if far:
         first = f"{names[far[0]]} in {differing[far[0]]} of {lengths[far[0]]}"
-        # The level of whoever called `Prompts.from_pairs` or `from_jsonl`, which `@checked` wraps.
-        warnings.warn(
+        _warn(
             f"{len(far)} of {len(pairs)} pairs differ in most of their tokens, such as {first}: patching then mixes "
-            "two texts; a corrupted text best differs in a word or two",
-            stacklevel=5,
+            "two texts; a corrupted text best differs in a word or two"
         )
 
 
@@ -312,20 +315,15 @@ def _lacks_characters(tokenizer: Any, ids: list[int], text: str, before: str = "
 
 
 def _n_left_out(tokenizer: Any, text: str) -> int:
-    """How many characters of a text but spaces belong to no token."""
-    if not _may_leave_out(tokenizer, text):
-        return 0
-    read = {place for start, end in _offsets(tokenizer, text) for place in range(start, end)}
-    return sum(place not in read and not letter.isspace() for place, letter in enumerate(text))
-
-
-def _may_leave_out(tokenizer: Any, text: str) -> bool:
-    """Whether a tokenizer may drop characters of a text: BPE without an unknown token, and without one of its bytes."""
+    """How many characters of a text but spaces belong to no token: some where BPE lacks bytes and an unknown token."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     model = getattr(backend, "model", None)
     if not isinstance(model, BPE) or model.unk_token is not None or model.byte_fallback:
-        return False
-    return any(backend.token_to_id(_LETTER_OF[byte]) is None for byte in {*text.encode()})
+        return 0
+    if all(backend.token_to_id(_LETTER_OF[byte]) is not None for byte in {*text.encode()}):
+        return 0
+    read = {place for start, end in _offsets(tokenizer, text) for place in range(start, end)}
+    return sum(place not in read and not letter.isspace() for place, letter in enumerate(text))
 
 
 def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:

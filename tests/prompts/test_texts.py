@@ -273,15 +273,16 @@ def test_pairs_are_halves_with_the_clean_targets():
 
 def test_equal_texts_are_one_group_unless_groups_are_given():
     texts, answers = ["ab:", "cd:", "ab:"], ["a", "c", "a"]
-    with pytest.warns(UserWarning, match="^text 2 repeats an earlier text; equal texts count as one group"):
+    with pytest.warns(UserWarning, match="^text 2 repeats an earlier text; equal texts count as one group") as one:
         prompts = Prompts.from_texts(texts, TOKENIZER, answer=answers)
     assert prompts.group is not None and prompts.group.tolist() == [0, 1, 0]
-    with pytest.warns(UserWarning, match="^2 texts repeat earlier ones, first pair 1; equal texts"):
+    with pytest.warns(UserWarning, match="^2 texts repeat earlier ones, first pair 1; equal texts") as two:
         clean, corrupted = Prompts.from_pairs(["ab:"] * 3, ["ba:", "cb:", "bc:"], TOKENIZER, answer=["a", "a", "b"])
     assert clean.n_groups == corrupted.n_groups == 1
-    with pytest.warns(UserWarning, match="^text 2 repeats an earlier text in another group"):
+    with pytest.warns(UserWarning, match="^text 2 repeats an earlier text in another group") as three:
         own = Prompts.from_texts(texts, TOKENIZER, answer=answers, groups=["x", "y", "z"])
     assert own.n_groups == 3, "what the user says of them stands"
+    assert {told[0].filename for told in (one, two, three)} == {__file__}
     assert Prompts.from_texts(texts[:2], TOKENIZER, answer=answers[:2]).group is None
 
 
