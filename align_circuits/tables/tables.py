@@ -210,10 +210,12 @@ class Table:
 
         That is a model that is no better than a guess on the clean prompts, or not shown to be better (the interval of
         its metric reaches that of a guess), and clean and corrupted prompts that differ by less than the interval of
-        their difference.
+        their difference. Of normalised effects it says where none has a value for this reason.
         """
         if self.baselines is None:
-            return []
+            undefined = "normalized" in self.provenance.settings and np.isnan(self.frame["value"].to_numpy(float)).all()
+            why = "no row has a value: effects are not normalised where the interval of clean - corrupted holds 0"
+            return [why] * bool(undefined)
         values = self.baselines.values
         counted = {} if values is None else {"n": values.shape[1], "unit": self.unit}
         return [*baselines.warnings_of(self._own_baselines.frame, **counted)]

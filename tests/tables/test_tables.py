@@ -370,6 +370,8 @@ def test_effects_without_a_meaning_are_noted():
     assert notes == [2, 2]
     normalized: Any = guessing.normalized().frame
     assert normalized[["value", "low", "high"]].isna().all(axis=None)
+    (note,) = guessing.normalized().top("log_prob").remarks
+    assert note.startswith("Note: no row has a value: effects are not normalised where the interval of clean - corr")
 
 
 def test_rows_of_some_targets_that_are_all_targets_are_not_shown():
