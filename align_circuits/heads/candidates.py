@@ -1,6 +1,6 @@
 """The first stage of `localize`: which heads attend as a role requires, and what the null of a role leaves open."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -128,13 +128,18 @@ def hopeless_notes(prompts: Prompts, smallest: Mapping[str, float], fdr: float) 
     hopeless = {role: p for role, p in smallest.items() if p > fdr}
     if not hopeless:
         return []
-    told = NAMELESS if hopeless == smallest else f"{UNNAMEABLE} for {' and '.join(hopeless)}"
+    told = NAMELESS if hopeless == smallest else f"{UNNAMEABLE} for {quoted(hopeless)}"
     allowed = " and ".join(f"{p:.2g} ({role})" for role, p in hopeless.items())
     measured = " Scores and effects of heads are measured all the same." * (hopeless == smallest)
     return [
         f"{told}: the smallest p-value that these prompts allow is {allowed}, and a name needs {fdr:g}. "
         f"{remedies(prompts, [*hopeless])}{measured}"
     ]
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Returns names for a sentence, those of several words in quotes."""
+    return " and ".join(f'"{name}"' if " " in name else name for name in names)
 
 
 def remedies(prompts: Prompts, roles: Sequence[str]) -> str:
@@ -155,7 +160,7 @@ def remedies(prompts: Prompts, roles: Sequence[str]) -> str:
         "Take more candidates for {}: its p-value is among them, not among prompts.": by_place,
         "Take more prompts for {}, or more candidate positions.": others,
     }
-    return " ".join(sentence.format(" and ".join(of)) for sentence, of in advice.items() if of)
+    return " ".join(sentence.format(quoted(of)) for sentence, of in advice.items() if of)
 
 
 def position_notes(prompts: Prompts, roles: Sequence[str], unranked: Sequence[str] = ()) -> list[str]:
@@ -172,13 +177,13 @@ def position_notes(prompts: Prompts, roles: Sequence[str], unranked: Sequence[st
     notes = []
     if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:
         notes.append(
-            f"The keys of {' and '.join(fixed)} are at the same positions in every prompt, so a head with a high score "
+            f"The keys of {quoted(fixed)} are at the same positions in every prompt, so a head with a high score "
             "may follow positions rather than tokens: score it on prompts of other lengths to find out."
         )
     exchangeable = [role for role in by_content if prompts.relations[role].exchangeable and role not in unranked]
     if same := [role for role in exchangeable if fixed_rank(prompts.relations[role])]:
         notes.append(
-            f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no "
+            f"The keys of {quoted(same)} are always the same of their candidates, counted from the first, so no "
             "head can be told from one that always attends there: vary their order, or take other candidates."
         )
     return notes
@@ -189,7 +194,7 @@ def limits(
 ) -> tuple[str, ...]:
     """Returns what cannot be established for these roles on the prompts that test, in sentences."""
     notes = [
-        f"{UNNAMEABLE} for {role}: the prompts have no relation of that name."
+        f"{UNNAMEABLE} for {quoted([role])}: the prompts have no relation of that name."
         for role in task.roles
         if role not in prompts.relations
     ]

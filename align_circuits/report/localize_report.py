@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from markupsafe import Markup
 
-from align_circuits.heads.candidates import ALIGNERS, remedies
+from align_circuits.heads.candidates import ALIGNERS, quoted, remedies
 from align_circuits.heads.heads_without_role import LARGE_EFFECT
 from align_circuits.heads.interchange_interventions import HEAD
 from align_circuits.heads.localization import SHOWN, Localization, unnamed_sentences
@@ -231,7 +231,7 @@ def _smallest_p(localization: Localization) -> str:
     tested = table["metric"].tolist().count("q") - len(localization.elsewhere)  # which are corrected on their own
     # A single name among the tested candidates needs p <= fdr / tested (Benjamini and Hochberg).
     out_of_reach = {
-        role: f"{p:.2g} for {role}"
+        role: f"{p:.2g} for {quoted([role])}"
         for role, p in localization.task.smallest_p.items()
         if not localization.heads_by_role[role] and p <= fdr < p * tested
     }

@@ -70,7 +70,7 @@ def test_verdicts_are_on_the_right_answer_above_the_wrong_one_where_each_prompt_
     ablations = found.evidence.set_ablations
     for value, low, said in (
         (1.0, 0.4, "between the two answers accuracy is 1.00, but 12 test prompts are too few to show"),
-        (0.5, 0.4, "between the two answers accuracy is 0.50, no better than a guess (0.5), but 12 test prompts are"),
+        (0.5, 0.4, "between the two answers accuracy is 0.50, not above a guess (0.5); with only 12 test prompts it"),
         (1.0, 0.6, ""),
     ):
         frame = ablations.frame.assign(value=value, low=low)
@@ -93,6 +93,8 @@ def test_what_would_allow_smaller_p_values_depends_on_what_is_redrawn():
     fixed = ac.Relation.from_pairs([(row, 5, [1]) for row in range(3)], prompts=prompts[:3])
     both = prompts[:3].with_relations(own=own, fixed=fixed)
     assert remedies(both, ["own"]) == "Take more prompts for own, or more candidate positions."
+    two_words = prompts[:3].with_relations(**{"my own": own})
+    assert remedies(two_words, ["my own"]) == 'Take more prompts for "my own", or more candidate positions.'
     assert remedies(both, ["fixed"]).startswith("Take more candidates for fixed: its p-value is among them, not")
 
 
