@@ -68,6 +68,7 @@ class Ablate(EffectVerb):
             replaced_by = f"mean {of_kinds if made.settings['by'] == 'kind' else 'over one position'}"
             # Not a setting, since it follows from the prompts; `compare` tells where it differs.
             table = replace(table, provenance=replace(made, data={**made.data, "ablated to": replaced_by}))
+            replaced_by = replaced_by.replace("all tokens", "all tokens that a prediction reads, BOS left out")
         self.write(
             results,
             table,

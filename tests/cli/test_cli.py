@@ -642,11 +642,15 @@ def test_groups_and_warnings_of_a_file_stand_in_what_is_printed_and_in_the_repor
     file, warned = tmp_path / "related.jsonl", "1 of 8 texts, such as line 3: the text ends with a space and the answer"
     lines = [{"text": f"k{a}mnop{a}", "answer": a, "group": index // 2} for index, a in enumerate("ABCDEFGH")]
     lines[2] |= {"text": "kCmnopC ", "answer": " C"}
+    lines[7]["text"] = "kkHmnopH"  # texts of two lengths have their means over kinds
     file.write_text("\n".join(map(json.dumps, lines)))
     for verb, said in (
         ("evaluate", "toy-llama: 8 prompts in 4 groups; 95% intervals over groups"),
         ("score", "best heads (95% interval over groups)"),
-        ("ablate", "toy-llama: 8 prompts in 4 groups, ablation to mean over"),
+        (
+            "ablate",
+            "8 prompts in 4 groups, ablation to mean over all tokens that a prediction reads, BOS left out, change",
+        ),
     ):
         out = tmp_path / verb
         with pytest.warns(UserWarning, match=warned):
