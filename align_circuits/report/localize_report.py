@@ -27,7 +27,7 @@ from align_circuits.report import plots
 from align_circuits.report.attention_view import AttentionView
 from align_circuits.report.page import Content, Section, legend_of, write_report
 from align_circuits.report.plots.figure_parts import kinds_of
-from align_circuits.tables.baselines import BETTER, CHANCE, CLEAN, CORRUPTED
+from align_circuits.tables.baselines import CHANCE, CLEAN, CORRUPTED, GUESS
 from align_circuits.tables.tables import FILES, PER_PROMPT, Table
 
 MAX_HEADS = 12
@@ -173,7 +173,7 @@ def headline_of(localization: Localization) -> str:
     no head is named, it says which p-values the prompts do not allow.
     """
     found = [*_found(localization), _largest_effect(localization)]
-    told = [sentence for sentence in _caveats(localization) if BETTER in sentence]
+    told = [sentence for sentence in _caveats(localization) if GUESS in sentence]
     gravest = [sentence for sentence in _caveats(localization) if sentence not in told][:1]
     out_of_reach = [] if localization.named_heads else [*filter(None, [_smallest_p(localization).strip()])]
     after = [*out_of_reach, *gravest]

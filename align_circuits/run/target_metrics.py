@@ -436,8 +436,8 @@ def wrong_tokens(targets: pd.DataFrame, d_vocab: int) -> Int[Tensor, " target"]:
         raise ValueError(
             f"the column {WRONG!r} of the targets holds {column.to_numpy()[~known][0]} in prompt "
             f"{targets['prompt'].to_numpy()[~known][0]} (counted from 0): give a token id from 0 to {d_vocab - 1} for "
-            "each target. Where right and wrong answer have unlike numbers of tokens, or share later ones, only the "
-            "others have a wrong one: compare first tokens, prompts.select_targets('first')"
+            "each target. Later tokens have no wrong token to compare with where the two answers differ in length or "
+            "share that token: compare first tokens, prompts.select_targets('first')"
         )
     return torch.from_numpy(wrong.astype(np.int64))
 

@@ -7,7 +7,7 @@ from typing import Any
 CLEAN, CORRUPTED, CHANCE = "clean", "corrupted", "chance"
 """The runs of baselines: on clean and on corrupted prompts, and what a guess would get."""
 
-BETTER = "better than a guess"
+GUESS = "a guess ("
 """What a warning has that says that the model does not solve the prompts, or is not shown to."""
 
 GAP = "clean - corrupted"
@@ -58,13 +58,13 @@ def unsolved(row: Any, guess: float, n: int, unit: str) -> str:
     """
     if row["value"] <= guess:
         if row["high"] > guess:
-            return f"no {BETTER} ({guess:.3g}), but {n} {unit} are too few to show that it could not be"
-        return f"no {BETTER} ({guess:.3g}): the model does not solve these prompts"
+            return f"not above {GUESS}{guess:.3g}); with only {n} {unit} it may still be above"
+        return f"no better than {GUESS}{guess:.3g}): the model does not solve these prompts"
     if not row["low"] <= guess:
         return ""
     needed = int(n * ((row["value"] - row["low"]) / (row["value"] - guess)) ** 2) + 1
     return (
-        f"but {n} {unit} are too few to show that this is {BETTER} ({guess:.3g}): at this value about "
+        f"but {n} {unit} are too few to show that this is better than {GUESS}{guess:.3g}): at this value about "
         f"{needed:,} would be needed"
     )
 

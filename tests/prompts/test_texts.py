@@ -204,7 +204,9 @@ def test_a_later_token_that_both_answers_share_is_not_compared():
     prompts = Prompts.from_texts(["x:", "y:"], TOKENIZER, answer=["ac", "bd"], wrong=["bc", "ca"])
     a, b, c = (ids_of(letter)[-1] for letter in "abc")
     np.testing.assert_array_equal(prompts.targets[WRONG], [b, np.nan, c, a])
-    with pytest.raises(ValueError, match="or share later ones, only the others have a wrong one: compare first tokens"):
+    with pytest.raises(
+        ValueError, match="where the two answers differ in length or share that token: compare first tokens"
+    ):
         ac.evaluate(ac.load("toy-llama"), prompts, metrics="choice_accuracy")
 
 
