@@ -54,8 +54,8 @@ def mlp(module: Any, residual: Tensor) -> Tensor:
     A SwiGLU runs transformers' own operations in its order, but writes over tensors that are not needed again.
     """
     module = component(module)
-    gated = hasattr(module, "gate_proj") and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
-    if not gated or has_own_forward(module):
+    gated = hasattr(module, "gate_proj") and type(module.act_fn) in (nn.SiLU, SiLUActivation)
+    if not gated or any(map(has_own_forward, (module, module.act_fn))):
         return module(residual)
     gate = nn.functional.silu(module.gate_proj(residual), inplace=True)
     return module.down_proj(gate.mul_(module.up_proj(residual)))

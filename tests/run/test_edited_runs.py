@@ -452,6 +452,11 @@ def with_relu(module: Any) -> None:
     module.act_fn = nn.ReLU()
 
 
+class OwnSiLU(nn.SiLU):
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.tanh(x)
+
+
 def pruned(module: Any) -> None:
     mask = (torch.arange(len(module.weight)) % 3 > 0).float()
     prune.custom_from_mask(module, "weight", mask)
@@ -465,6 +470,8 @@ def pruned(module: Any) -> None:
         ("model.layers.0.mlp", scaled, "replay"),
         ("model.layers.0.mlp", of_class(OwnMLP), "replay"),
         ("model.layers.0.mlp", with_relu, "replay"),
+        ("model.layers.0.mlp", lambda module: setattr(module, "act_fn", OwnSiLU()), "replay"),
+        ("model.layers.0.mlp.act_fn", scaled, "replay"),
         ("model.layers.0.input_layernorm", scaled, "replay"),
         ("model.layers.0.input_layernorm", pruned, "replay"),
         ("model.layers.0", scaled, "fast"),
