@@ -57,10 +57,10 @@ class _Fused:
         return False
 
     def state(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
-        """What changes with the weights: how often they were written to and where, and a few of the numbers.
+        """What changes with the weights: how often they were written to and where, and what they make of one vector.
 
-        PyTorch does not count what is written to `.data`: of a matrix each row and column has a number here. To compare
-        all numbers in every call would take as long as the call.
+        PyTorch does not count what is written to `.data`: what moves no product by more than rounding is not seen. That
+        takes 0.7 ms for 3072 x 1024 numbers, an eighth of their product with 16 tokens, or of comparing them all.
         """
         counts: list[tuple[int, int]] = []
         numbers: list[Tensor] = []
@@ -68,9 +68,8 @@ class _Fused:
             if weight is not None and not weight.is_meta and weight.ndim <= 2:
                 # Tensors made in inference mode have no count, and raise when asked.
                 counts.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version))
-                steps = torch.arange(max(weight.shape), device=weight.device)
-                diagonal = tuple(steps % size for size in weight.shape)  # which begins again where the matrix ends
-                numbers.append(weight.detach()[diagonal].clone())
+                weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+                numbers.append(weight @ torch.arange(weight.shape[-1], device=weight.device).to(weight).cos())
         return counts, numbers
 
 

@@ -140,7 +140,7 @@ def parameters_that_run(model: Any) -> Iterator[torch.nn.Parameter]:
     model.original_model.zero_grad()
 
 
-@pytest.mark.parametrize("how", ["written to", "replaced", "one number", "bias"])
+@pytest.mark.parametrize("how", ["written to", "replaced", "one number", "one number of .data", "bias"])
 @pytest.mark.parametrize(
     "fused", ["gpt2", "gpt-bigcode", "phi3", "gpt-neox", "falcon-sequential", "bloom", "mpt", "glm"]
 )
@@ -164,6 +164,8 @@ def test_a_fused_projection_that_changes_alone_counts_or_is_refused(fused, how):
             layer.weight = torch.nn.Parameter(layer.weight * 1.5)
         elif how == "one number":
             layer.weight[3, 1] += 20
+        elif how == "one number of .data":
+            layer.weight.data[3, 1] += 20
         else:
             layer.bias += torch.linspace(-1, 1, len(layer.bias))
     right = float(Case(plain, model, ac.RunOptions()).log_prob())
