@@ -2,8 +2,8 @@
 
 import difflib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -224,14 +224,6 @@ def dry_run(model: Any, names: Collection[str]) -> Probes:
     return probes
 
 
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> AbstractContextManager[None]:
     """Switches dropout off, and afterwards restores the mode of every module."""
-    training = [module for module in modules_in(model) if module.training]
-    try:
-        for module in training:  # `model.eval()` walks the modules of a bridge many times
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return bridges.evaluation_of(modules_in(model))

@@ -1,6 +1,7 @@
 """The parts of a TransformerLens bridge and of the Hugging Face model inside it."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -76,6 +77,21 @@ def modules_of(*roots: Any) -> Iterator[nn.Module]:
             # Not by attribute, which modules of a bridge pass on to what they wrap.
             waiting += [child for child in vars(module)["_modules"].values() if child is not None]
             yield module
+
+
+@contextmanager
+def evaluation_of(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Switches dropout off, and afterwards restores the mode of every module."""
+    training = [module for module in modules if module.training]
+    try:
+        # Module by module: `eval()` walks those of a bridge many times, and `train()` afterwards would also reach those
+        # that the user keeps in evaluation mode.
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def parts_of(model: Any) -> Iterator[object]:

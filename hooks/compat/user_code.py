@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from align_circuits.hooks.compat.bridges import component, is_bridge, modules_of, wrapped
+from align_circuits.hooks.compat.bridges import component, evaluation_of, is_bridge, modules_of, wrapped
 from align_circuits.hooks.compat.stored_weights import device_of
 
 
@@ -62,37 +62,33 @@ def type_with_own_forward(bridge: Any) -> str | None:
 def uncalled_user_code(bridge: Any) -> str | None:
     """Returns what the user has changed and the bridge does not call: a module's hook or forward pass, by its type.
 
-    A bridge computes attention and most norms itself, from the weights of Hugging Face's modules. Where the user has
-    changed one of these, a run of two tokens tells. Attention functions of the user's are never called.
+    A bridge computes attention, most norms and MLPs with a fused projection itself, from the weights of Hugging Face's
+    modules. Where the user has changed one of these, a run of two tokens tells; it need not reach every expert, so that
+    other MLPs are left out. Attention functions of the user's are never called.
     """
     if not is_bridge(bridge):
         return None
     name = wrapped(bridge).config._attn_implementation
     if not is_of_library(AttentionInterface().get(name), (*LIBRARIES, "builtins", "align_circuits")):
         return f"model whose attention is {name!r}"
-    names = ("attn", "ln1", "ln1_post", "ln2", "ln2_post", "ln_final")
-    recomputed = modules_of(*(getattr(owner, name, None) for owner in (bridge, *bridge.blocks) for name in names))
+    names = ("embed_ln", "attn", "ln1", "ln1_post", "ln2", "ln2_post", "ln_final")
+    parts = [getattr(owner, name, None) for owner in (bridge, *bridge.blocks) for name in names]
+    parts += [mlp for block in bridge.blocks if hasattr(mlp := getattr(block, "mlp", None), "split_gate_up_matrix")]
     changed = {
         module
-        for module in recomputed
+        for module in modules_of(*parts)
         if _has_own_hook(module) or ("forward" in vars(module) and has_own_forward(module))
     }
     if not changed:
         return None
     called: set[nn.Module] = set()
     handles = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in changed]
-    training = [module for module in modules_of(bridge, wrapped(bridge)) if module.training]
     try:
-        # Module by module: `train()` afterwards would also reach those that the user keeps in evaluation mode.
-        for module in training:
-            module.training = False
-        with torch.no_grad():
+        with evaluation_of(modules_of(bridge, wrapped(bridge))), torch.no_grad():
             bridge(torch.zeros(1, 2, dtype=torch.long, device=device_of(wrapped(bridge))))
     finally:
         for handle in handles:
             handle.remove()
-        for module in training:
-            module.training = True
     return min((type(module).__name__ for module in changed - called), default=None)
 
 

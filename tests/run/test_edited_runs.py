@@ -508,7 +508,14 @@ def hooked(module: Any) -> None:
 @pytest.mark.parametrize("change", [scaled, hooked])
 @pytest.mark.parametrize(
     ("kind", "at"),
-    [("llama", "model.layers.1.self_attn"), ("gpt2", "transformer.h.1.attn"), ("gpt2", "transformer.ln_f")],
+    [
+        ("llama", "model.layers.1.self_attn"),
+        ("gpt2", "transformer.h.1.attn"),
+        ("gpt2", "transformer.ln_f"),
+        ("phi3", "model.layers.1.mlp"),
+        ("phi3", "model.layers.0.mlp.gate_up_proj"),
+        ("bloom", "transformer.word_embeddings_layernorm"),
+    ],
 )
 def test_what_a_bridge_computes_by_itself_cannot_be_changed_on_a_module(kind, at, change, random_hf_model):
     hf = random_hf_model(kind)
