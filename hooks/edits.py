@@ -143,10 +143,18 @@ def as_hooked(changes: Mapping[str, Change], model: HookedModel) -> dict[str, Ch
 
     Where the hook point between attention and MLP holds only what the MLP reads (`bridges.is_copy_for_mlp`), what
     changes there is added to the stream after the layer too, which it reaches unchanged in a `HookedTransformer`.
+
+    Raises:
+        ValueError: It would reach it changed, since the layer scales its stream or goes on after the MLP (Gemma 4).
     """
     hooked = dict(changes)
     for name, change in changes.items():
         if bridges.is_copy_for_mlp(model, name):
+            if architectures.scales_stream(model):
+                raise ValueError(
+                    f"a change at {name!r} would reach the MLP alone: after it this {model.cfg.architecture} scales "
+                    "the stream and may add to it; take 'resid_pre', 'attn_out' or 'resid_post'"
+                )
             after = name.replace("hook_resid_mid", "hook_resid_post")
             hooked[name], carried = _of_the_stream(change)
             hooked[after] = in_order([carried, changes[after]]) if after in changes else carried

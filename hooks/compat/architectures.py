@@ -38,6 +38,11 @@ def contribution_scale(block: Any) -> float:
     return float(getattr(block, "residual_contribution_scale", 1.0))
 
 
+def scales_stream(bridge: Any) -> bool:
+    """Whether layers scale the stream after their MLP, and may add to it (Gemma 4)."""
+    return hasattr(component(bridge.blocks[0]), "layer_scalar")
+
+
 def norms_contributions(block: Any) -> bool:
     """Whether a block norms what its attention or MLP adds to the residual stream (Gemma 2 and 3, OLMo 2 and 3)."""
     return any(getattr(block, name, None) is not None for name in ("ln1_post", "ln2_post"))

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 from legs import product
 from torch import Tensor
 
@@ -218,6 +219,18 @@ def test_what_is_named_differently_is_refused(models, random_hf_model):
         with pytest.raises(ValueError, match="read the same stream, so there is none between them; take 'resid_pre'"):
             ac.patch_sites(parallel, pair, ["resid_mid"], options=ac.RunOptions(engine))
     assert len(ac.patch_sites(parallel, pair, ["mlp_post"], positions=["END"]).frame) == 2 * 2 * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # TransformerLens's, of hook points that only show
+def test_a_layer_that_goes_on_after_its_mlp_has_no_stream_between_to_change():
+    settings: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "vocab_size_per_layer_input": 64}
+    with torch.random.fork_rng(devices=[]):
+        hf = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**settings)).eval()
+    model, pair = ac.load(hf), ac.Pair(CLEAN, CORRUPTED)
+    with pytest.raises(ValueError, match="_mid' would reach the MLP alone: after it this Gemma4"):
+        ac.patch_sites(model, pair, ["resid_mid"])
+    assert len(ac.patch_sites(model, pair, ["resid_pre", "attn_out"]).frame) > 0
 
 
 @pytest.mark.filterwarnings("ignore:A forward hook edited")  # of TransformerLens
