@@ -70,7 +70,7 @@ def bridge_around(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     model.set_attn_implementation("eager")  # with any other, hook_pattern would not fire
     try:
         bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config, model_name=name)
-    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+    except (RuntimeError, TypeError, AttributeError, KeyError, AssertionError) as error:
         raise ValueError(f"TransformerLens cannot wrap this {type(model).__name__}: {one_line(error)}") from error
     patterns = [name_of("pattern", layer) in bridge.hook_dict for layer in range(bridge.cfg.n_layers)]
     if not all(patterns):

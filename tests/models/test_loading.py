@@ -560,3 +560,10 @@ def test_provenance_tells_models_apart(folders, random_hf_model):
 )
 def test_what_transformer_lens_would_get_wrong_is_refused(random_hf_model, architecture, change):
     refused(f"{next(iter(change))}=False", ac.load, random_hf_model(architecture, **change))
+
+
+def test_what_transformer_lens_asserts_not_to_meet_is_refused():
+    with torch.random.fork_rng(devices=[]):
+        sizes: Any = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 64}
+        many = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(**sizes, multi_query=False))
+    refused("cannot wrap this GPTBigCodeForCausalLM: GPTBigCode.* only supports multi_query=True", load, many)
