@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from align_circuits.hooks.compat import rotary_embeddings
 from align_circuits.hooks.compat.bridges import modules_of, wrapped
 from align_circuits.hooks.compat.user_code import LIBRARIES, has_own_forward, is_of_library
 
@@ -63,7 +64,10 @@ def settings_of(model: Any, *, persistent: bool = True) -> list[Any]:
         if not is_of_library(type(module), (*LIBRARIES, "align_circuits")):  # may compute with anything
             left_out = {"_parameters", "_modules", *_NO_SETTINGS}
             attributes = {name: value for name, value in vars(module).items() if name not in left_out}
-        settings.append((type(module), state | attributes | _settings(vars(module))))
+        state |= attributes | _settings(vars(module))
+        for name in rotary_embeddings.overwritten_in(module):  # they follow from what stays
+            state.pop(name, None)
+        settings.append((type(module), state))
     return settings
 
 

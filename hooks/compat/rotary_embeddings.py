@@ -20,12 +20,15 @@ def rotating_by_length(modules: Iterable[nn.Module]) -> list[Any]:
 
     "dynamic" ones do so beyond a model's context alone, which no prompt may exceed.
     """
+    return [module for module in modules if overwritten_in(module)]
 
-    def by_length(module: nn.Module) -> bool:
-        kinds = vars(module).get("rope_type")
-        return "longrope" in (kinds.values() if isinstance(kinds, dict) else [kinds])
 
-    return [module for module in modules if by_length(module)]
+def overwritten_in(module: nn.Module) -> list[str]:
+    """Returns the attributes of a module that a run overwrites by the length of its longest prompt ("longrope")."""
+    kinds = vars(module).get("rope_type")
+    prefixes = {f"{of_layers}_": kind for of_layers, kind in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
+    long = [prefix for prefix, kind in prefixes.items() if kind == "longrope"]
+    return [f"{prefix}{name}" for prefix in long for name in ("inv_freq", "long_inv_freq")]
 
 
 def rotate_by_prompt(rotary: Any) -> None:

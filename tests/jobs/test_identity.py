@@ -421,3 +421,16 @@ def test_settings_do_not_depend_on_the_order_in_which_python_hashes_names():
         ((_, state),) = model_state.settings_of(model, persistent=False)
         settings.append([*state][:2])
     assert settings[0] == settings[1] == ["first", "second"]
+
+
+def test_what_a_longer_prompt_leaves_behind_does_not_count(random_hf_model):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 12.0], "factor": 8.0}
+    lengths = {"rope_theta": 1e4, "original_max_position_embeddings": 12}
+    hf = random_hf_model("llama", rope_parameters={"rope_type": "longrope", **factors, **lengths})
+    model, rotary = ac.load(hf), hf.model.rotary_emb.original_component
+    before, frequencies = identity_of(model_state.settings_of(model)), rotary.inv_freq.clone()
+    ac.evaluate(model, ac.Prompts.from_tokens([[*range(20)]]))
+    assert not torch.equal(rotary.inv_freq, frequencies)
+    assert identity_of(model_state.settings_of(model)) == before
+    rotary.original_inv_freq.mul_(2)
+    assert identity_of(model_state.settings_of(model)) != before
