@@ -49,8 +49,13 @@ def gradients_at(
             without a gradient, and leave their keys and values.
 
     Raises:
-        ValueError: A hook never fires.
+        ValueError: A hook never fires, or the weights can have no gradient behind them.
     """
+    if next(model.parameters()).is_inference():
+        raise ValueError(
+            f"the weights of this {type(model).__name__} were made in torch.inference_mode, so that nothing computed "
+            "with them has a gradient: make it outside of that mode"
+        )
     # The first residual stream is always hooked: with frozen parameters the graph of gradients would begin nowhere.
     stream, changed = name_of("resid_pre", 0), dict(changes or {})
     kept: dict[str, Tensor] = {}

@@ -53,7 +53,7 @@ def leaves_as_found(function: Function) -> Function:
                 signals.hold()
             with (
                 nullcontext() if outer else _filters_kept(),
-                nullcontext() if outer else _own_modes(),
+                nullcontext() if outer else own_modes(),
                 one_thread_at_a_time(lambda: bridges.parts_of(model), signals),
             ):
                 if (layer := fused_projections.fused_left_behind(model)) is not None:
@@ -96,7 +96,7 @@ def leaves_as_found(function: Function) -> Function:
 
 
 @contextmanager
-def _own_modes() -> Iterator[None]:
+def own_modes() -> Iterator[None]:
     """Leaves the caller's inference mode, where nothing has a gradient, and autocast, which rounds some products."""
     with ExitStack() as stack:
         # Only then, or it would let backward passes run in threads that the caller forbade.

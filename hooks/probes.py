@@ -173,14 +173,14 @@ def _landing(model: Any, names: Collection[str]) -> tuple[list[str], list[str]]:
 
     with evaluating(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TransformerLens warns of hook points whose changes it drops
-        with torch.enable_grad():
+        with torch.set_grad_enabled(not next(model.parameters()).is_inference()):
             logits = model.run_with_hooks(tokens, fwd_hooks=[(name, partial(watched, name)) for name in names])
             steps = list(graph.values())
             try:
                 gradients = (
                     torch.autograd.grad(logits.float().square().sum(), steps, allow_unused=True) if steps else ()
                 )
-            except RuntimeError:  # weights in codes, or parts without gradients: noise tells
+            except RuntimeError:  # weights in codes or of inference mode, parts without gradients: noise tells
                 gradients = (None,) * len(steps)
         reached = {name for name, gradient in zip(graph, gradients, strict=True) if gradient is not None}
         with torch.no_grad():

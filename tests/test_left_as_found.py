@@ -296,6 +296,34 @@ def test_what_ran_in_inference_mode_serves_where_gradients_are_needed(make, char
     assert next(network.parameters()).grad is not None
 
 
+@pytest.mark.parametrize(("kind", "loaded"), [("llama", "inside"), ("gpt2", "outside"), ("gpt_neox", "from a folder")])
+def test_models_of_inference_mode_have_edits_and_gradients(random_hf_model, char_tokenizer, tmp_path, kind, loaded):
+    pair = pair_of(char_tokenizer)
+    random_hf_model(kind).save_pretrained(tmp_path)
+    with torch.inference_mode():
+        source = tmp_path if loaded == "from a folder" else random_hf_model(kind)
+        model = source if loaded == "outside" else ac.load(source)
+    model = ac.load(model)
+    expected = ac.load(random_hf_model(kind))
+    for name in ("attribute_heads", "evaluate", "patch_edges"):
+        one, other = (VERBS[name](each, pair, ac.RunOptions()).frame["value"] for each in (model, expected))
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    weights = dict(model.original_model.named_parameters(remove_duplicate=False))
+    assert not any(weight.is_inference() for weight in weights.values())
+    assert kind != "gpt2" or model.W_E.data_ptr() == model.original_model.lm_head.weight.data_ptr(), "tied as before"
+
+
+def test_a_model_of_ones_own_of_inference_mode_has_edits_but_no_gradients(pair):
+    expected = planted_circuit(TASK)
+    with torch.inference_mode():
+        model = planted_circuit(TASK)
+    edits = [ac.Ablate([(0, 1)], how="zero")]
+    one, other = (ac.evaluate(each, pair.clean, edits=edits).frame["value"] for each in (model, expected))
+    np.testing.assert_allclose(one, other, atol=1e-5)
+    with pytest.raises(ValueError, match=r"the weights of this PlantedModel were made in torch.inference_mode"):
+        ac.attribute_heads(model, pair)
+
+
 @pytest.fixture
 def handled():
     """What handlers of two signals did; each calls what stands in `then` first."""

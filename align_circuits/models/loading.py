@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from align_circuits.checks import Tokenizer, checked
 from align_circuits.hooks.compat import stored_weights, user_code
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.hooks.left_as_found import one_thread_at_a_time
+from align_circuits.hooks.left_as_found import one_thread_at_a_time, own_modes
 from align_circuits.jobs.files import is_path
 from align_circuits.jobs.similar_names import did_you_mean
 from align_circuits.models.folder_checks import (
@@ -86,6 +86,7 @@ LARGE = 2**30
 @checked
 @one_thread_at_a_time(lambda: [torch.default_generator])  # a load waits while another thread trains
 @torch.random.fork_rng(devices=[])  # some architectures draw weights before they read them
+@own_modes()  # weights that are made in the caller's inference mode could have no gradients behind them
 def load(
     source: Any,
     device: str | torch.device | None = None,

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from align_circuits.hooks.attention import ARCHITECTURES
@@ -65,6 +65,7 @@ def bridge_around(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
             f"a {type(model).__name__} is no decoder: an encoder reads its input, and its "
             "decoder answers; load a decoder, such as a GPT-2 or a Llama"
         )
+    _leave_inference_mode(model)
     # Codes of 8 bits depend on all tokens of a batch, those to come too.
     tokens_and_logits = _logits_of(model) if stored_weights.quantization_of(model) is None else None
     model.set_attn_implementation("eager")  # with any other, hook_pattern would not fire
@@ -93,6 +94,15 @@ def bridge_around(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
             f"{len(broken)} of the weights' tensors hold NaN, the first is {broken[0]}: the checkpoint is broken"
         )
     return bridge
+
+
+def _leave_inference_mode(model: PreTrainedModel) -> None:
+    """Makes weights and buffers that were made in inference mode plain ones, in place: others have no gradients."""
+    for value in (*model.parameters(), *model.buffers()):
+        if value.is_inference() and type(value) in (nn.Parameter, Tensor):
+            plain = value.detach().clone()
+            is_weight = isinstance(value, nn.Parameter)
+            torch.utils.swap_tensors(value, nn.Parameter(plain, value.requires_grad) if is_weight else plain)
 
 
 def check_architecture(name: str | None) -> None:
