@@ -19,7 +19,10 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.vaultgemma.modeling_vaultgemma import VaultGemmaRMSNorm
 
 import align_circuits as ac
 from align_circuits.hooks import compat
@@ -183,6 +186,14 @@ def test_weights_of_norms_as_they_stand():
     assert stored_weights.norm_weights(SimpleNamespace(w=norm.weight, b=norm.bias)) == (norm.weight, norm.bias)
     assert stored_weights.norm_weights(SimpleNamespace(w=norm.weight)) == (norm.weight, None)
     assert stored_weights.norm_weights(SimpleNamespace()) == (None, None)
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm, VaultGemmaRMSNorm, NemotronLayerNorm1P])
+def test_scales_of_norms_are_those_that_they_multiply_by(kind):
+    norm, signs = kind(4), torch.tensor([1.0, -1.0, 1.0, -1.0])  # of mean 0 and square 1
+    torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
+    scale, _ = stored_weights.norm_weights(SimpleNamespace(w=norm.weight, original_component=norm))
+    torch.testing.assert_close(scale, norm(signs) * signs, atol=1e-4, rtol=1e-4)
 
 
 def test_8_bit_codes_stand_for_no_weights():
