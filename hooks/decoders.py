@@ -201,9 +201,10 @@ class _BridgeDecoder:
         block = self.bridge.blocks[layer]
         # Not as None: GPT-2's attention, which has learned positions, would hand the argument on to the attention
         # function.
-        options = {} if rotation is None else {"position_embeddings": rotation}
+        options: dict[str, Any] = {} if rotation is None else {"position_embeddings": rotation}
+        options |= {"attention_mask": None, "attention_function": attention}
         with self._edited(layer, edits):
-            return unhooked.attend(block, unhooked.norm(block.ln1, residual), attention_function=attention, **options)
+            return bridges.component(block.attn).forward(unhooked.norm(block.ln1, residual), **options)[0]
 
     def sdpa(
         self,

@@ -500,11 +500,8 @@ class AblationBaseline:
     """What the groups of `means` are."""
 
     def __repr__(self) -> str:
-        held = [
-            f"{name} at {len(by_hook_point)} hook points"
-            for name, by_hook_point in vars(self).items()
-            if name != "by" and by_hook_point
-        ]
+        by_name = {name: held for name, held in vars(self).items() if name != "by" and held}
+        held = [f"{name} at {len(by_hook_point)} hook points" for name, by_hook_point in by_name.items()]
         return f"AblationBaseline({', '.join(held)})"
 
 

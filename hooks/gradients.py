@@ -51,10 +51,10 @@ def gradients_at(
     Raises:
         ValueError: A hook never fires, or the weights can have no gradient behind them.
     """
-    if next(model.parameters()).is_inference():
+    if next(bridges.wrapped(model).parameters()).is_inference():
         raise ValueError(
-            f"the weights of this {type(model).__name__} were made in torch.inference_mode, so that nothing computed "
-            "with them has a gradient: make it outside of that mode"
+            f"the weights of this {type(model).__name__} were made in torch.inference_mode, where nothing has a "
+            "gradient: make it outside of that mode"
         )
     # The first residual stream is always hooked: with frozen parameters the graph of gradients would begin nowhere.
     stream, changed = name_of("resid_pre", 0), dict(changes or {})

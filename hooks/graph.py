@@ -72,13 +72,9 @@ class Graph:
     @classmethod
     def of(cls, cfg: Any) -> "Graph":
         """Returns the graph of a model with this configuration."""
-        return cls(
-            cfg.n_layers,
-            cfg.n_heads,
-            getattr(cfg, "n_key_value_heads", None) or cfg.n_heads,
-            mlps=not getattr(cfg, "attn_only", False),
-            parallel=bool(getattr(cfg, "parallel_attn_mlp", False)),
-        )
+        n_key_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+        mlps, parallel = not getattr(cfg, "attn_only", False), bool(getattr(cfg, "parallel_attn_mlp", False))
+        return cls(cfg.n_layers, cfg.n_heads, n_key_heads, mlps=mlps, parallel=parallel)
 
     @property
     def heads(self) -> list[tuple[int, int]]:
@@ -96,22 +92,19 @@ class Graph:
     @cached_property
     def receivers(self) -> tuple[Receiver, ...]:
         """All receivers, in the order in which they read."""
-        shared = self.n_heads // self.n_key_heads
+        shared, key_heads = self.n_heads // self.n_key_heads, range(self.n_key_heads)
         receivers: list[Receiver] = []
         for layer in range(self.n_layers):
             receivers += [Receiver("q", layer, head) for head in range(self.n_heads)]
-            receivers += [
-                Receiver(site, layer, head, shared) for site in ("k", "v") for head in range(self.n_key_heads)
-            ]
+            receivers += [Receiver(site, layer, head, shared) for site in ("k", "v") for head in key_heads]
             receivers += [Receiver("mlp", layer)] * self.mlps
         return (*receivers, Receiver("logits", self.n_layers))
 
     @cached_property
     def edges(self) -> Bool[Tensor, "receiver sender"]:
         """The edges, as a mask."""
-        return torch.tensor(
-            [[self._reaches(sender, receiver) for sender in self.senders] for receiver in self.receivers]
-        )
+        rows = [[self._reaches(sender, receiver) for sender in self.senders] for receiver in self.receivers]
+        return torch.tensor(rows)
 
     def sender(self, name: HeadLike) -> int:
         """Returns the index of a sender in `senders`, by its name, or by layer and head.

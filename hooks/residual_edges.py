@@ -49,9 +49,7 @@ class ResidualEdges:
         weight = self._weights[layer]["W_O"]
         return torch.einsum("nphe,hed->nphd", z.to(weight.device), weight).to(z.device) * self._scales[layer]
 
-    def with_bias(
-        self, layer: int, residual: Float[Tensor, "prompt pos d_model"]
-    ) -> Float[Tensor, "prompt pos d_model"]:
+    def with_bias(self, layer: int, residual: Float[Tensor, "prompt pos d"]) -> Float[Tensor, "prompt pos d"]:
         """Returns a residual stream with what the attention of a layer adds beside its heads."""
         bias = self._weights[layer]["b_O"]
         return residual if bias is None else residual + bias.to(residual.device) * self._scales[layer]
@@ -160,9 +158,7 @@ def written_by(residual_edges: ResidualEdges, name: str, value: Tensor) -> Float
 class _ByCopy(Edit):
     """An edit that differs between copies of its prompts, which run side by side: all prompts, then all again."""
 
-    def _copies(
-        self, context: BatchContext | None, prompts: int
-    ) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
+    def _copies(self, context: BatchContext | None, prompts: int) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"]]:
         """The copy that each row of a batch belongs to, and its place among the prompts."""
         if context is None:
             raise ValueError("an edit of edges depends on the prompts: give them, as in fwd_hooks(model, prompts)")

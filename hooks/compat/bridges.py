@@ -84,8 +84,7 @@ def evaluation_of(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Switches dropout off, and afterwards restores the mode of every module."""
     training = [module for module in modules if module.training]
     try:
-        # Module by module: `eval()` walks those of a bridge many times, and `train()` afterwards would also reach those
-        # that the user keeps in evaluation mode.
+        # Module by module: `train()` afterwards would also reach those that the user keeps in evaluation mode.
         for module in training:
             module.training = False
         yield

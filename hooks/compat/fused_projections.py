@@ -50,9 +50,7 @@ class _Fused:
             for part, part_now in pairs:
                 for name in ("weight", "bias"):
                     old, new = getattr(part, name, None), getattr(part_now, name, None)
-                    if (old is None) != (new is None):
-                        return True
-                    if old is not None and new is not None and not torch.equal(old, new.to(old)):
+                    if not (old is new if old is None or new is None else torch.equal(old, new.to(old))):
                         return True
         return False
 

@@ -52,9 +52,8 @@ def norm_weights(norm: Any) -> tuple[Tensor | None, Tensor | None]:
     scale, shift = getattr(norm, "w", None), getattr(norm, "b", None)
     if scale is not None and scale.is_meta:  # a bridge does not see what accelerate brings
         scale, shift = component(norm).weight, getattr(component(norm), "bias", None)
-    from_one = ("GemmaRMSNorm", "VaultGemmaRMSNorm", "NemotronLayerNorm1P")
-    if scale is not None and type(component(norm)).__name__ in from_one:
-        scale = scale + 1  # these store by how much it differs from 1
+    if scale is not None and type(component(norm)).__name__.endswith(("GemmaRMSNorm", "NemotronLayerNorm1P")):
+        scale = scale + 1  # these, VaultGemma's too, store by how much it differs from 1
     return scale, shift
 
 

@@ -26,14 +26,6 @@ def unembed(bridge: Any, residual: Tensor) -> Tensor:
     return component(bridge.unembed)(norm(residual.to(device_of(norm)))).to(device_of(component(bridge.embed)))
 
 
-def attend(block: Any, residual: Tensor, **options: Any) -> Tensor:
-    """Returns what the attention layer of a block makes of a normed residual stream `[prompt pos d_model]`.
-
-    Hooks fire inside only if they are attached. `options` reach the attention function.
-    """
-    return component(block.attn).forward(residual, attention_mask=None, **options)[0]
-
-
 def norm(module: Any, residual: Tensor) -> Tensor:
     """Returns what a norm makes of the residual stream, without hooks.
 

@@ -74,11 +74,7 @@ def uncalled_user_code(bridge: Any) -> str | None:
     names = ("embed_ln", "attn", "ln1", "ln1_post", "ln2", "ln2_post", "ln_final")
     parts = [getattr(owner, name, None) for owner in (bridge, *bridge.blocks) for name in names]
     parts += [mlp for block in bridge.blocks if hasattr(mlp := getattr(block, "mlp", None), "split_gate_up_matrix")]
-    changed = {
-        module
-        for module in modules_of(*parts)
-        if _has_own_hook(module) or ("forward" in vars(module) and has_own_forward(module))
-    }
+    changed = {m for m in modules_of(*parts) if _has_own_hook(m) or ("forward" in vars(m) and has_own_forward(m))}
     if not changed:
         return None
     called: set[nn.Module] = set()

@@ -57,6 +57,11 @@ def check_fits(cfg: HandBuiltConfig) -> None:
         )
 
 
+def _of_all_layers(name: str) -> Any:
+    """The weights of one name, `[layer head ...]`; of `W_K` and `W_V` those of key heads."""
+    return property(lambda model: torch.stack([getattr(block.attn, name) for block in model.blocks]))
+
+
 class HandBuilt(HookedRootModule):
     """A causal decoder with absolute positions, softmax attention, ReLU MLPs and no normalisation; weights start at 0.
 
@@ -150,25 +155,7 @@ class HandBuilt(HookedRootModule):
         self.cfg = replace(self.cfg, device=self.W_E.device, dtype=self.W_E.dtype)
         return self
 
-    @property
-    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """The query weights of all layers."""
-        return torch.stack([block.attn.W_Q for block in self.blocks])
-
-    @property
-    def W_K(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
-        """The key weights of all layers, of their key heads under grouped-query attention."""
-        return torch.stack([block.attn.W_K for block in self.blocks])
-
-    @property
-    def W_V(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
-        """The value weights of all layers, of their key heads under grouped-query attention."""
-        return torch.stack([block.attn.W_V for block in self.blocks])
-
-    @property
-    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
-        """The output weights of all layers."""
-        return torch.stack([block.attn.W_O for block in self.blocks])
+    W_Q, W_K, W_V, W_O = map(_of_all_layers, ("W_Q", "W_K", "W_V", "W_O"))
 
 
 class HandBuiltBlock(nn.Module):
