@@ -20,7 +20,7 @@ from align_circuits.cli.command_base import PromptVerb, Verb
 from align_circuits.cli.entry import PROGRAM, main, parse_verb
 from align_circuits.cli.folders import Results
 from align_circuits.cli.workers import Workers
-from align_circuits.jobs.files import inside, replacing
+from align_circuits.jobs.files import inside, is_path, replacing
 from align_circuits.jobs.identity import told
 from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.report.page import Section
@@ -99,9 +99,9 @@ class Each(Verb):
             if names.count(name) > 1:  # "a/b" and "a-b"
                 name += "_" + sha256(repr((model, variant)).encode()).hexdigest()[:8]
             run = {"command": list(self.command), "model": model, "variant": variant, "run_seed": seed}
-            arguments = _arguments(**run)
-            verb = _parsed(arguments)
-            read = {word: _contents(Path(word)) for word in arguments[1:] if Path(word).exists()}
+            verb = _parsed(_arguments(**run))
+            named = [str(value) for value in (verb.model, verb.tokenizer, verb.prompts) if value is not None]
+            read = {name: _contents(Path(name)) for name in named if name and is_path(name) and Path(name).exists()}
             if verb.own_task is not None:
                 read[verb.own_task] = told(f"the results of --task {verb.own_task}", verb.source)
             yield {**run, "folder": str(inside(folder, name)), "read": read}

@@ -88,6 +88,17 @@ def test_a_command_given_again_after_another_one_in_its_folder_has_its_own_numbe
     assert not tables[0]["n"].equals(tables[1]["n"])
 
 
+def test_a_changed_file_is_seen_however_its_option_is_written():
+    found = []
+    for answers in ("ab", "ba"):
+        lines = [json.dumps({"text": f"k{answer}m", "answer": answer}) for answer in answers]
+        Path("p.jsonl").write_text("\n".join(lines))
+        verb = ["evaluate", "--model=tiny", "--prompts=p.jsonl"]
+        assert main(["each", "--out", "run", "--overwrite", "--", *verb]) == 0
+        found.append(json.loads(Path("run/seed-0/provenance.json").read_text())["data"])
+    assert found[0] != found[1]
+
+
 def test_a_run_that_fails_is_named_and_the_others_are_kept(declined):
     command = ["each", "--models", "nowhere/at/all", "planted", "--out", "run", "--", "score", *SMALL]
     said = declined(command)
