@@ -23,6 +23,7 @@ from align_circuits.cli.workers import Workers
 from align_circuits.jobs.files import inside, is_path, replacing
 from align_circuits.jobs.identity import told
 from align_circuits.jobs.jobs import Job, run_jobs
+from align_circuits.models.folder_checks import settings_in
 from align_circuits.report.page import Section
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import VALUES, Table
@@ -161,9 +162,14 @@ def _options(variant: str) -> list[str]:
     return words
 
 
-def _contents(path: Path) -> str:
-    """A hash of a file, or of the files of a folder."""
+def _contents(path: Path, above: Sequence[Path] = ()) -> str:
+    """A hash of a file, or of the files of a folder; of an adapter with those of its base model, if that is here."""
     sha = sha256()
+    if (path / "adapter_config.json").is_file() and path.resolve() not in above:
+        name = str(settings_in(path, "adapter_config.json").get("base_model_name_or_path"))
+        # As `load` reads it: a folder within that of the adapter comes first.
+        if base := next((each for each in (path / name, Path(name)) if is_path(name) and each.exists()), None):
+            sha.update(_contents(base, [*above, path.resolve()]).encode())
     for entry in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if entry.is_file():
             with entry.open("rb") as file:

@@ -14,6 +14,7 @@ from legs import slow_but
 from safetensors.torch import load_file, save_file
 
 from align_circuits.cli import main
+from align_circuits.cli.each_command import Each
 from align_circuits.tables.tables import Table
 
 SMALL = ["--n", "4", "--x-len", "3", "--n-examples", "3"]
@@ -120,6 +121,19 @@ def test_a_run_whose_files_have_changed_is_another_run(tiny, declined):
     save_file({name: 2 * value for name, value in weights.items()}, "model/model.safetensors", {"format": "pt"})
     assert "1 of 2 runs failed" in declined(command)
     assert not Table.load("run/model_seed-0").frame.equals(kept)
+
+
+def test_an_adapter_whose_base_model_has_changed_is_another_run():
+    each, found = Each(command=("score",), models=("adapter",)), []
+    for name in ("adapter", "base"):
+        Path(name).mkdir()
+    Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "../base"}')
+    # A ring, which `load` refuses.
+    Path("base/adapter_config.json").write_text('{"base_model_name_or_path": "../adapter"}')
+    for weights in (b"one", b"other"):
+        Path("base/model.safetensors").write_bytes(weights)
+        found += [run["read"] for run in each.runs(Path("run"))]
+    assert found[0] != found[1]
 
 
 @pytest.mark.slow  # tests/jobs kills runs of jobs and trainings in the fast leg
