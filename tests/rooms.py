@@ -25,7 +25,7 @@ ROOMS = {
     "align_circuits/circuits": (1271, 1100),
     "align_circuits/localizers": (560, 500),
     "align_circuits/report": (2060, 1700),
-    "align_circuits/training": (2036, 1400),
+    "align_circuits/training": (2050, 1400),
     "align_circuits/cli": (3040, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3920, 2600),

@@ -25,10 +25,11 @@ from align_circuits.hooks.decoders import rotates_by_length
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel, token_positions
 from align_circuits.hooks.left_as_found import leaves_as_found
+from align_circuits.jobs.checkpoint_files import NAME
 from align_circuits.jobs.code_versions import code_version
 from align_circuits.jobs.files import inside, writable_folder
 from align_circuits.jobs.folders import replacing_in
-from align_circuits.jobs.identity import Unidentified, identity_of
+from align_circuits.jobs.identity import Unidentified, identity_of, told
 from align_circuits.jobs.similar_names import did_you_mean
 from align_circuits.models.loading import wrapped_in_place
 from align_circuits.models.lora import (
@@ -329,6 +330,8 @@ def tune(
     _check_memory(model, data, config, seed)
     folder = None if out is None else writable_folder(out)
     kept = folder if state is None else writable_folder(state)
+    if kept and not isinstance(task, Seq2SeqTask) and (inside(kept, "training") / NAME).exists():
+        told(f"the checkpoints in {str(kept)!r}", task, otherwise=", or begin anew with another out=")
     weights = {id(weight): weight for weight in trained.parameters()}
     plain = sharing(trained, weights) if is_fused(matrices) else None
     adapted = with_adapter(

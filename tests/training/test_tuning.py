@@ -551,6 +551,10 @@ def test_a_run_goes_on_only_with_all_that_its_prompts_are_drawn_from(llama, fold
     run(llama, Pool("ab"), out=tmp_path / "pool")
     for model, task, place in ((ac.load(folder, tokenizer=other), TASK, "task"), (llama, Pool("ac"), "pool")):
         refused("holds another run", run, model, task, out=tmp_path / place)
+    untold: Any = Pool("ab")
+    untold.lines = (line for line in ())
+    run(llama, untold, out=tmp_path / "untold")
+    refused("checkpoints in .* since builtins.generator cannot", run, llama, untold, out=tmp_path / "untold")
 
 
 def test_any_task_is_tuned_beside_own_prompts(llama, char_tokenizer):
