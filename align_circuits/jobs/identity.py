@@ -212,6 +212,11 @@ class _Hashes:
         if _is_installed(function.__module__) and _at_its_name(function):
             yield _version(function.__module__)
             return
+        names = function.__globals__
+        for name in sorted(_FILES & {*_names(function.__code__)}):
+            # A function of the user's that is called so is read itself.
+            if not isinstance(own := names.get(name), FunctionType) or _is_installed(own.__module__):
+                raise Unidentified(f"what {name}() finds")
         yield self.of(function.__code__)
         attributes = {name: kept for name, kept in vars(function).items() if name not in ("__wrapped__", "identity")}
         for state in (function.__defaults__, function.__kwdefaults__, attributes, vars(function).get("__wrapped__")):
@@ -224,7 +229,7 @@ class _Hashes:
                     raise
                 yield from (name, "empty")
         for chain in sorted({*_globals(function.__code__)}):
-            yield from (".".join(chain), self._reference(chain, function.__globals__))
+            yield from (".".join(chain), self._reference(chain, names))
 
     def _reference(self, chain: tuple[str, ...], names: Mapping[str, Any]) -> bytes:
         """What a name of the function's module leads to; of modules of the user's, what is taken from them."""
@@ -234,12 +239,16 @@ class _Hashes:
             if chain[0] in _READING:
                 raise Unidentified(f"what {chain[0]}() finds")
             return _sha("builtin" if chain[0] in builtins else "unknown", chain[0])
-        value, path = names[chain[0]], chain[1:]
-        while path and isinstance(value, ModuleType) and hasattr(value, path[0]):
-            if _is_installed(value.__name__):  # nor do its variables count, such as `os.environ`
-                return _sha("installed", value.__name__, *path, _version(value.__name__))
-            value, path = getattr(value, path[0]), path[1:]
-        return self.of(value)
+        value, path, module = names[chain[0]], chain[1:], None
+        while True:
+            if any(value is each for each in _LOADING):
+                raise Unidentified(f"what {'.'.join(chain)} finds")
+            if module is not None and _is_installed(module.__name__):  # nor do its variables count: `os.environ`
+                return _sha("installed", module.__name__, *path, _version(module.__name__))
+            path = path if module is None else path[1:]
+            if not (path and isinstance(value, ModuleType) and hasattr(value, path[0])):
+                return self.of(value)
+            module, value = value, getattr(value, path[0])
 
     def _code(self, code: CodeType) -> Iterator[str | bytes]:
         # What is imported within a function is in no `__globals__`: its code could change unseen.
@@ -264,6 +273,16 @@ class _Hashes:
 
 _READING = {"open", "globals", "eval", "exec", "__import__"}
 """Functions of Python that read what no name in the code tells."""
+
+_LOADING = (np.load, torch.load, sys.modules)  # noqa: TID251 - not called
+"""The same of others, whose names stand for other things too."""
+
+_FILES = {
+    *("open", "read_text", "read_bytes", "import_module", "load_file", "safe_open", "load_dataset", "from_jsonl"),
+    *("loadtxt", "genfromtxt", "fromfile", "memmap", "loadmat"),
+    *("read_csv", "read_table", "read_json", "read_parquet", "read_feather", "read_pickle", "read_excel", "read_hdf"),
+}
+"""Names of functions and methods that read files or modules, of whatever object they are taken."""
 
 _OF_NO_EFFECT = {
     *("__doc__", "__module__", "__qualname__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__"),
@@ -325,6 +344,15 @@ def _globals(code: CodeType) -> Iterator[tuple[str, ...]]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _globals(constant)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """All names in code and in what it defines, but for its variables and for a method open that writes."""
+    writes = {"a", "ab", "w", "wb", "x"} & {*code.co_consts}
+    yield from (name for name in code.co_names if name != "open" or not writes)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _at_its_name(function: FunctionType) -> bool:

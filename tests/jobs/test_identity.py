@@ -13,9 +13,11 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -392,7 +394,12 @@ def test_values_that_are_alike_are_told_apart():
     assert len({identity_of(value) for value in values}) == len(values)
     shared = [1.5]
     assert identity_of([shared, shared]) == identity_of([[1.5], [1.5]])
-    reading = (lambda name: open(name), lambda name: globals()[name])  # noqa: SIM115, PTH123 - never called
+    reading = (
+        lambda name: open(name),  # noqa: SIM115, PTH123 - never called
+        *(lambda name: globals()[name], lambda name: sys.modules[name], lambda name: np.load(name)),  # noqa: TID251
+        *(lambda path: path.read_text(), lambda path: [pd.read_csv(path) for _ in path], lambda path: load_file(path)),
+        lambda path: path.open(),
+    )
     for value in (
         *reading,
         (each for each in ()),
