@@ -9,9 +9,11 @@ import hashlib
 import importlib
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -368,7 +370,7 @@ def _is_installed(module: str | None) -> bool:
     if not module or module == "__main__":
         return False
     top = module.partition(".")[0]
-    if top == PACKAGE or top in sys.builtin_module_names or top in sys.stdlib_module_names:
+    if top == PACKAGE or top in sys.builtin_module_names or (top in sys.stdlib_module_names and _is_of_python(top)):
         return True
     package = sys.modules.get(top) or importlib.import_module(top)
     # A namespace package has no file, but several folders.
@@ -376,6 +378,18 @@ def _is_installed(module: str | None) -> bool:
     paths: list[str] = [file] if file else [*getattr(package, "__path__", ())]
     # Not only where this interpreter installs: an environment may read the packages of another one.
     return bool(paths) and all({"site-packages", "dist-packages"} & {*Path(path).parts} for path in paths)
+
+
+def _is_of_python(top: str) -> bool:
+    """Whether a module of a standard name is that of Python, and no file of the user's of the same name."""
+    module = sys.modules.get(top)
+    spec = find_spec(top) if module is None else module.__spec__
+    # Python lacks some of its modules on some machines.
+    origin = "built-in" if spec is None and module is None else getattr(spec, "origin", None)
+    folders = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    return origin in ("built-in", "frozen") or any(
+        Path(os.path.realpath(origin or "/")).is_relative_to(f) for f in folders
+    )
 
 
 @cache

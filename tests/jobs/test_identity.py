@@ -1,6 +1,7 @@
 """What names a kept part: all that its numbers rest on, and nothing else."""
 
 import functools
+import importlib
 import json
 import os
 import random
@@ -361,6 +362,20 @@ def test_a_job_is_named_by_all_that_its_function_refers_to(tmp_path, monkeypatch
     assert len({*own}) == len(own)
     with pytest.raises(ValueError, match=r"'own_job:rows' could not be told .* own_settings, imported within a funct"):
         version(JOB.replace("constant = 1", "import own_settings"))
+
+
+def test_a_module_of_ones_own_with_the_name_of_one_of_python_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    identity._is_installed.cache_clear()
+    found = []
+    for token in (1, 22):
+        (tmp_path / "code.py").write_text(f"def metric(logits, targets): return logits[:, {token}]\n")
+        monkeypatch.delitem(sys.modules, "code", raising=False)
+        found.append(identity_of(importlib.import_module("code").metric))
+    monkeypatch.undo()
+    identity._is_installed.cache_clear()
+    assert found[0] != found[1] and identity_of(json.dumps) != identity_of(json.loads)
 
 
 def test_what_cannot_be_told_needs_a_text_of_its_own(models, pair, tmp_path):
