@@ -15,7 +15,7 @@ SLACK = 1.1
 
 ROOMS = {
     "align_circuits": (390, 300),
-    "align_circuits/jobs": (1740, 1000),
+    "align_circuits/jobs": (1775, 1000),
     "align_circuits/prompts": (1821, 1300),
     "align_circuits/tables": (1811, 1100),
     "align_circuits/tasks": (2162, 2100),

@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,8 @@ class _Hashes:
         self._depth = 0
 
     def of(self, value: Any) -> bytes:
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes | EllipsisType):
+        # Exactly these: what is derived from them may hold more.
+        if type(value) in (NoneType, bool, int, float, complex, str, bytes, EllipsisType):
             return _sha(type(value).__name__, repr(value))
         if (known := self._known.get(id(value))) is not None:
             return known[1]
@@ -150,6 +151,9 @@ class _Hashes:
             yield from ("parameter", str(value.requires_grad), *_tensor(value))
         elif isinstance(value, Tensor):
             yield from _tensor(value)
+        elif isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):  # such as with a mask
+            yield from ("array", self.of(type(value)), self.of(value.view(np.ndarray)))
+            yield self.of(getattr(value, "__dict__", None))
         elif isinstance(value, np.ndarray):
             yield from ("array", str(value.dtype), str(value.shape))
             # The bytes of an array of objects are their addresses.
@@ -214,11 +218,6 @@ class _Hashes:
         if _is_installed(function.__module__) and _at_its_name(function):
             yield _version(function.__module__)
             return
-        names = function.__globals__
-        for name in sorted(_FILES & {*_names(function.__code__)}):
-            # A function of the user's that is called so is read itself.
-            if not isinstance(own := names.get(name), FunctionType) or _is_installed(own.__module__):
-                raise Unidentified(f"what {name}() finds")
         yield self.of(function.__code__)
         attributes = {name: kept for name, kept in vars(function).items() if name not in ("__wrapped__", "identity")}
         for state in (function.__defaults__, function.__kwdefaults__, attributes, vars(function).get("__wrapped__")):
@@ -231,7 +230,7 @@ class _Hashes:
                     raise
                 yield from (name, "empty")
         for chain in sorted({*_globals(function.__code__)}):
-            yield from (".".join(chain), self._reference(chain, names))
+            yield from (".".join(chain), self._reference(chain, function.__globals__))
 
     def _reference(self, chain: tuple[str, ...], names: Mapping[str, Any]) -> bytes:
         """What a name of the function's module leads to; of modules of the user's, what is taken from them."""
@@ -257,6 +256,11 @@ class _Hashes:
         imports = [str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]
         if imported := [name for name in imports if not (name and _is_installed(name))]:
             raise Unidentified(f"the module {imported[0] or 'beside it'}, imported within a function,")
+        found = _FILES & {*code.co_names}
+        if {"a", "ab", "w", "wb", "x"} & {*code.co_consts}:  # a method open that writes
+            found -= {"open"}
+        if found:
+            raise Unidentified(f"what {min(found)}() finds")
         # Neither file name nor line numbers, which change with any line above.
         yield from ("code", code.co_code, code.co_exceptiontable, repr(code.co_names), repr(code.co_varnames))
         yield from (repr((code.co_freevars, code.co_cellvars, code.co_argcount, code.co_kwonlyargcount)),)
@@ -324,7 +328,8 @@ def _is_of_attributes(value: Any) -> bool:
         for name in ("__reduce_ex__", "__reduce__", "__getstate__")
     )
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
-    return usual and hasattr(value, "__dict__") and not slots and not isinstance(value, Mapping | list | tuple | set)
+    held = isinstance(value, Mapping | list | tuple | set | int | float | complex | str | bytes)
+    return usual and hasattr(value, "__dict__") and not slots and not held
 
 
 def _globals(code: CodeType) -> Iterator[tuple[str, ...]]:
@@ -346,15 +351,6 @@ def _globals(code: CodeType) -> Iterator[tuple[str, ...]]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _globals(constant)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """All names in code and in what it defines, but for its variables and for a method open that writes."""
-    writes = {"a", "ab", "w", "wb", "x"} & {*code.co_consts}
-    yield from (name for name in code.co_names if name != "open" or not writes)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _at_its_name(function: FunctionType) -> bool:
@@ -385,11 +381,9 @@ def _is_of_python(top: str) -> bool:
     module = sys.modules.get(top)
     spec = find_spec(top) if module is None else module.__spec__
     # Python lacks some of its modules on some machines.
-    origin = "built-in" if spec is None and module is None else getattr(spec, "origin", None)
-    folders = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    return origin in ("built-in", "frozen") or any(
-        Path(os.path.realpath(origin or "/")).is_relative_to(f) for f in folders
-    )
+    origin = getattr(spec, "origin", None) if spec or module else "built-in"
+    folders = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+    return origin in ("built-in", "frozen") or os.path.realpath(origin or "").startswith(folders)
 
 
 @cache

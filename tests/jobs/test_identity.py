@@ -406,6 +406,17 @@ def test_values_that_are_alike_are_told_apart():
         *(functools.cache(json.loads), functools.cache(json.dumps), ..., lambda x: x[..., 0], lambda x: x[None, 0]),
         *(random.Random(0), random.Random(1), memory, torch.nn.Parameter(torch.ones(2))),
     ]
+    for kind in (
+        type("Whole", (int,), {"__repr__": lambda _: "1"}),
+        type("Text", (str,), {}),
+        type("Real", (float,), {}),
+    ):
+        values += [kind("1"), kind("2"), kind("1")]
+        vars(values[-1])["unit"] = "m"
+    numpy: Any = np
+    values += [numpy.zeros(2).view(type("Own", (np.ndarray,), {"__module__": __name__})) for _ in range(2)]
+    vars(values[-1])["unit"] = "m"
+    values += [numpy.ma.array([1.0, 2.0], mask=mask) for mask in ([0, 1], [1, 0])]
     assert len({identity_of(value) for value in values}) == len(values)
     shared = [1.5]
     assert identity_of([shared, shared]) == identity_of([[1.5], [1.5]])
