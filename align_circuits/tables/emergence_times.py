@@ -1,6 +1,7 @@
 """When something emerged, as a number: from the course of a metric over the steps of a training."""
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -85,26 +86,18 @@ def crossing_step(
     return float(steps[crossed.argmax()]) if crossed.any() else float("nan")
 
 
-def steepest_share(
-    steps: Float[ndarray, " probe"],
-    values: Float[ndarray, " probe"],
-    within: float,
-    *,
-    min_rise: float = MIN_RISE,
-    sustained: int = SUSTAINED,
-) -> float:
+def steepest_share(steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], within: float) -> float:
     """Returns how much of a metric's rise comes within the few steps in which it is steepest; NaN if it did not emerge.
 
     The rise is that of `sustained_step`, as is its level at each probe: what `sustained` probes from there on reach. 1:
-    all of it; a rise at an even pace gives about `within` (a number of steps) over all steps. Other arguments and
-    errors as there.
+    all of it; a rise at an even pace gives about `within` (a number of steps) over all steps. Errors as there.
 
     >>> steepest_share(np.arange(0.0, 70, 10), np.array([0.0, 0.0, 0.25, 0.75, 1.0, 1.0, 1.0]), 10.0)
     0.5
     """
-    reached = _sustained(steps, values, sustained)
+    reached = _sustained(steps, values, SUSTAINED)
     rise = reached.max() - values[0]
-    if not rise >= min_rise - ROUNDING:
+    if not rise >= MIN_RISE - ROUNDING:
         return float("nan")
     # A dip below the start is not part of the rise.
     level = np.maximum(reached, values[0])
@@ -166,11 +159,15 @@ def emergence_step(
 
     Raises:
         KeyError: A metric or key that the tables do not have.
-        ValueError: No runs, tables without steps, or runs whose rows differ.
+        ValueError: No runs, a run twice, tables without steps, or runs whose rows differ.
     """
     tables = [runs] if isinstance(runs, Table) else list(runs)
     if not tables:
         raise ValueError("no runs: give the table of at least one")
+    for one, other in combinations(tables, 2):
+        seed, again = (table.provenance.settings.get("seed") for table in (one, other))
+        if one is other or (seed == again is not None and one.frame.equals(other.frame)):
+            raise ValueError(f"a run is given twice (seed {seed}): give each once, or n and intervals count it twice")
     if any("step" not in table.frame for table in tables):
         raise ValueError("a table of runs has no column 'step': give what a training measured, such as tune(...).table")
     followed = ("step", "level", "layer", "head") if best else ("step",)

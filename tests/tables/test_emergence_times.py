@@ -1,6 +1,7 @@
 """When something emerged, beside a slow search."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ from refusals import refused
 
 from align_circuits.tables.emergence_times import (
     ROUNDING,
+    SUSTAINED,
     crossing_step,
     emergence_step,
     middle_of_rise,
@@ -49,8 +51,9 @@ def test_it_equals_a_slow_search(values, sustained, min_rise):
 
 
 @settings(deadline=None)
-@given(values=COURSES, sustained=st.integers(1, 4), within=st.sampled_from([10.0, 25.0, 40.0]))
-def test_the_steepest_share_equals_a_slow_search(values, sustained, within):
+@given(values=COURSES, within=st.sampled_from([10.0, 25.0, 40.0]))
+def test_the_steepest_share_equals_a_slow_search(values, within):
+    sustained = SUSTAINED
     values[0] = 0.0 if math.isnan(values[0]) else values[0]
     steps = [10.0 * at for at in range(len(values))]
     levels = []
@@ -60,7 +63,7 @@ def test_the_steepest_share_equals_a_slow_search(values, sustained, within):
     rise = max(levels) - values[0]
     pairs = [(i, j) for i in range(len(levels)) for j in range(i, len(levels)) if steps[j] - steps[i] <= within]
     expected = max(levels[j] - levels[i] for i, j in pairs) / rise if rise >= 0.3 - ROUNDING else math.nan
-    found = steepest_share(np.array(steps), np.array(values), within, sustained=sustained)
+    found = steepest_share(np.array(steps), np.array(values), within)
     np.testing.assert_allclose(found, expected)
 
 
@@ -121,7 +124,7 @@ def test_the_best_head_of_each_run_is_followed():
     assert found.loc["step", "value"] == 30 and found.loc["emerged", "value"] == 1
     assert bool(found[["low", "high"]].isna().to_numpy().all()), "one run has no interval"
     assert emergence_step(one, "align_query", layer=0).where(measure="step").frame["value"].item() == 10
-    both = emergence_step([one, other, one], "align_query", ood=False).frame.set_index("measure")
+    both = emergence_step([one, other, replace(one)], "align_query", ood=False).frame.set_index("measure")
     assert both.loc["step", "value"] == 30 and both.loc["step", "n"] == 2
     assert both.loc["emerged", "value"] == pytest.approx(2 / 3) and both.loc["emerged", "n"] == 3
     assert both.loc["emerged", "low"] < 2 / 3 < both.loc["emerged", "high"]
@@ -171,6 +174,14 @@ def test_what_makes_no_sense_is_refused():
     refused("same rows", emergence_step, [table({(0, 0): EARLY}), table({(0, 1): EARLY})], "align_query", best=False)
 
 
+def test_one_run_does_not_count_as_several():
+    seeds = [Provenance("made", {"seed": seed}) for seed in (0, 0, 1)]
+    first, again, other = (replace(table({(0, 0): [0, 0, 1, 1, 1]}), provenance=made) for made in seeds)
+    for runs in ([first, first], [first, other, again]):
+        refused("a run is given twice", emergence_step, runs, "align_query")
+    assert emergence_step([first, other], "align_query").frame["n"].tolist() == [2, 2]
+
+
 def test_groups_of_rows_may_end_at_different_steps():
     made = table({(0, 0): EARLY, (0, 1): LATE})
     frame = made.frame
@@ -189,5 +200,5 @@ def test_a_metric_that_is_nowhere_defined_emerges_nowhere():
         for head in (0, 1)
     ]
     table = Table(pd.DataFrame(rows).assign(low=math.nan, high=math.nan, n=1), Provenance("test"))
-    frame = emergence_step([table, table], "m", best=True).frame
+    frame = emergence_step([table, replace(table)], "m", best=True).frame
     assert frame.set_index("measure")["value"].tolist()[1] == 0 and math.isnan(float(frame["value"].iloc[0]))
