@@ -701,6 +701,13 @@ class Table:
         try:
             texts, empty = (json.loads(text).get(name, []) for name in (TEXTS, EMPTY))
             frame = pd.read_csv(path, low_memory=False)  # whole, or each part of a column could get a type of its own
+            written = path.read_bytes() if path.name == FILES[0] else b"\n"
+            # Of a row that ends too early pandas makes one without n.
+            lengths = csv.reader(StringIO(written.decode(), newline="")) if frame["n"].isna().to_numpy().any() else ()
+            if not written.endswith(b"\n") or len({len(row) for row in lengths} - {0}) > 1:
+                raise ValueError("a part is missing")
+            if not isinstance(frame.index, pd.RangeIndex):
+                raise ValueError("rows have more fields than the header")
             if texts:
                 # Among texts, "None" and "NA" are names.
                 missing = {name: [] if name in empty else [""] for name in texts}
@@ -712,7 +719,7 @@ class Table:
             table = cls(frame, provenance)
             # Only to find out here, where the error can name the file, whether they are numbers.
             table.frame[list(VALUES)].astype(float)
-        except (ValueError, TypeError, OverflowError, KeyError, EOFError, LZMAError) as error:
+        except (ValueError, TypeError, OverflowError, KeyError, EOFError, LZMAError, csv.Error) as error:
             raise ValueError(f"{str(path)!r} is no table ({error}): give what Table.save wrote") from error
         if (folder / BASELINES).is_dir():
             table = replace(table, baselines=cls.load(folder / BASELINES))

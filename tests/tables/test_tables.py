@@ -782,7 +782,9 @@ def test_differences_that_share_prompts_have_no_interval():
 def test_a_damaged_table_is_named(tmp_path, name):
     table().save(tmp_path, compress=name.endswith("xz"))
     whole = (tmp_path / name).read_bytes()
-    damaged = [whole[:-20], b"junk"] if name.endswith("xz") else [b"metric,low\na,1\n"]
+    more = whole.replace(b"\n", b",9\n").replace(b",n,9", b",n")
+    cut = [whole[:-20], b"junk"] if name.endswith("xz") else [whole[:-1], whole.rpartition(b",")[0] + b"\n", more]
+    damaged = cut if name.endswith("xz") else [b"metric,low\na,1\n", *cut]
     for content in damaged:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name}' is no table .*give what Table.save wrote"):
