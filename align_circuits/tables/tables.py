@@ -514,7 +514,7 @@ class Table:
                 *(table.frame[[*VALUES[:3]]].to_numpy(float) for table in (self, right))
             )
         frame = self.frame.assign(
-            value=self.frame["value"].to_numpy() - right.frame["value"].to_numpy(),
+            value=self.frame["value"].to_numpy(float) - right.frame["value"].to_numpy(float),
             low=low,
             high=high,
             n=np.minimum(self.frame["n"].to_numpy(), right.frame["n"].to_numpy()),

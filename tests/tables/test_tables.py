@@ -759,6 +759,12 @@ def test_keys_of_a_long_table_keep_their_type_when_loaded(tmp_path):
     assert len(Table.load(tmp_path / "long").where(run="1")) == 150_000
 
 
+def test_a_difference_of_truth_values_is_a_number():
+    frame: Any = table().frame.assign(value=[True, False] * 6)
+    made = Table(frame, Provenance("made"))
+    assert (made - made).frame["value"].tolist() == [0.0] * 12
+
+
 def test_truth_values_beside_numbers_keep_their_interval_when_loaded(tmp_path):
     rows = [{"measure": "emerged", "seed": seed, "value": True} for seed in range(6)]
     rows += [{"measure": "step", "seed": seed, "value": 100.0 + seed} for seed in range(6)]
