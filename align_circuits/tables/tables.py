@@ -4,6 +4,7 @@ import csv
 import html
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -713,6 +714,10 @@ class Table:
                 missing = {name: [] if name in empty else [""] for name in texts}
                 as_texts = pd.read_csv(path, usecols=texts, dtype=str, keep_default_na=False, na_values=missing)
                 frame = frame.assign(**{name: as_texts[name].astype(object) for name in texts})
+            if whole := [name for name in INTEGER_KEYS if name in frame and frame[name].dtype == float]:
+                for name, column in pd.read_csv(path, usecols=whole, dtype=str).items():
+                    with suppress(ValueError):  # others than whole numbers; as floats large ones would be rounded
+                        frame[name] = pd.array([pd.NA if text != text else int(text) for text in column], "Int64")
             if pd.api.types.is_string_dtype(frame["value"]):  # some are True or False
                 truth = {"True": True, "False": False}
                 frame["value"] = [truth[text] if text in truth else float(text) for text in frame["value"]]
@@ -906,6 +911,8 @@ def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
         nullable = column.dtype == pd.Int64Dtype()
         is_number = pd.api.types.infer_dtype(column, skipna=True) in ("integer", "integer-na", "floating", "empty")
         if nullable or (is_number and (column.dropna() % 1 == 0).all()):
+            if not nullable and (column.dropna().abs() >= 2**63).any():
+                raise ValueError(f"{name} up to {column.abs().max()}: give whole numbers below 2**63")
             # Nullable only where a key is missing, so that whole columns merge and save as plain integers.
             needed = "Int64" if column.isna().any() else "int64"
             if not (nullable and needed == "Int64"):

@@ -759,6 +759,15 @@ def test_keys_of_a_long_table_keep_their_type_when_loaded(tmp_path):
     assert len(Table.load(tmp_path / "long").where(run="1")) == 150_000
 
 
+def test_large_whole_numbers_stay_what_they_are(tmp_path):
+    frame: Any = table().frame.assign(seed=pd.array([2**60 + 1, None] * 6, dtype="Int64"))
+    Table(frame, Provenance("made")).save(tmp_path)
+    pd.testing.assert_frame_equal(Table.load(tmp_path).frame, frame)
+    for layer in (1e30, 2**63):
+        with pytest.raises(ValueError, match=r"layer up to .*: give whole numbers below 2\*\*63"):
+            Table(frame.assign(layer=layer), Provenance("made"))
+
+
 def test_a_difference_of_truth_values_is_a_number():
     frame: Any = table().frame.assign(value=[True, False] * 6)
     made = Table(frame, Provenance("made"))
