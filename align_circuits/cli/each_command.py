@@ -88,6 +88,10 @@ class Each(Verb):
         """Yields what is run, as the arguments of `run_once`."""
         if not self.command:
             raise ValueError('no verb: give one behind "--", such as: each --seeds 0 1 2 -- tune --steps 100')
+        for option in ("models", "seeds", "variants"):
+            given = getattr(self, option)
+            if repeated := [value for value in given if given.count(value) > 1]:
+                raise ValueError(f"--{option} has {repeated[0]!r} twice: give each once, or its runs would count twice")
         words = [*self.command[1:], *(word for variant in self.variants for word in _options(variant))]
         taken = {"--out", "--overwrite", "--jobs", "--on", "--seed"} | ({"--model"} if self.models else set())
         if refused := sorted(taken & {word.partition("=")[0] for word in words}):

@@ -165,6 +165,9 @@ def test_a_killed_tuning_goes_on_where_it_was():
         (["--models", "planted", "--", "score", "--model=planted"], "--model behind the verb"),
         (["--variants", "out=x", "--", "score"], "--out behind the verb"),
         (["--variants", "x-len", "--", "score"], "'x-len' is not NAME=VALUE, such as x-len=3"),
+        (["--models", "planted", "planted", "--", "score"], "--models has 'planted' twice: give each once"),
+        (["--seeds", "0", "1", "0", "--", "score"], "--seeds has 0 twice"),
+        (["--variants", "x-len=3", "x-len=3", "--", "score"], "--variants has 'x-len=3' twice"),
         (["--jobs", "0", "--", "score"], "--jobs 0: give at least 1"),
     ],
 )
