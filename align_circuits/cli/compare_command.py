@@ -173,7 +173,13 @@ def _digits(number: float) -> str:
 def _loaded(folder: Path) -> Table:
     if not (folder / "provenance.json").is_file():
         raise ValueError(f"{str(folder)!r} is no run: give a folder that a verb wrote, which has a provenance.json")
-    return Table.load(folder)
+    run = Table.load(folder)
+    if run.provenance.verb == "compare":
+        raise ValueError(f"{str(folder)!r} holds a comparison: give two of the runs that were compared")
+    if not len(run) or run.frame.duplicated(run.keys).any():
+        what = "several rows of the same keys, so which to compare cannot be told" if len(run) else "no rows"
+        raise ValueError(f"{str(folder)!r} has {what}: give a run as a verb wrote it")
+    return run
 
 
 def differences(first: Table, second: Table) -> tuple[Table, bool]:

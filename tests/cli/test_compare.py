@@ -85,6 +85,19 @@ def test_what_is_no_run_and_what_measured_something_else_are_refused(values, tmp
         assert message in error and error.count("\n") == 1
 
 
+def test_runs_that_cannot_be_compared_row_by_row_are_refused_by_name(values, tmp_path, ran, declined):
+    for name in "ab":
+        run(values[0], tmp_path / name)
+    ran(beside(tmp_path))
+    assert "both' holds a comparison: give two" in declined(
+        [*beside(tmp_path, "both", "both")[:-1], str(tmp_path / "c")]
+    )
+    run(values[1], tmp_path / "b", heads=HEADS.iloc[[0, 1, 1]])
+    assert "b' has several rows of the same keys" in declined(beside(tmp_path))
+    run(values[1][:0], tmp_path / "b", heads=HEADS[:0])
+    assert "b' has no rows: give a run" in declined(beside(tmp_path))
+
+
 def test_estimates_stand_beside_what_they_estimate(values, tmp_path, ran, declined):
     """A patch tells kinds of targets apart and names its positions; an attribution does neither."""
     kinds: Any = pd.concat([HEADS.assign(kind=kind, positions="all") for kind in ("all", "first", "later")])
