@@ -42,6 +42,9 @@ def replacing_in(folder: str | Path, going: Collection[str] = ()) -> Iterator[Pa
     """
     folder = Path(folder)
     check_name(folder)
+    if folder.is_symlink() and not folder.exists():
+        to = str(folder.readlink())
+        raise ValueError(f"{str(folder)!r} is a link to {to!r}, which does not exist: make it, or write elsewhere")
     new, made_folders = None, []
     try:
         try:
