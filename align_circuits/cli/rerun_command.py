@@ -39,12 +39,13 @@ class Rerun(Verb):
     def __call__(self, results: Results) -> str | None:
         """Runs the verb."""
         before = Table.load(self.run)
-        if (self.run / FOLDER).is_dir():
+        if called := (self.run / FOLDER).is_dir():
             self._called(before).save(results.new)
-            after = _with_rows_of(before, Table.load(results.new))
         else:
             self._verb(before, results.folder)(results)
-            after = Table.load(results.new)
+        after = Table.load(results.new)
+        if called or len(after) == len(before):  # what was saved from Python may be a selection
+            after = _with_rows_of(before, after)
         # Before all numbers, which would differ for this reason alone.
         if (old := before.provenance.data.get("digest")) != (new := after.provenance.data.get("digest")):
             return f"the prompts have changed since the first run, {old} -> {new}: their numbers do not compare"

@@ -98,6 +98,8 @@ def test_rerun_says_whether_the_numbers_are_the_same(tmp_path, capsys):
     assert status == 0 and "same: all" in printed
     frame, second = (Table.load(tmp_path / name).frame for name in ("first", "second"))
     np.testing.assert_array_equal(frame["value"], second["value"])
+    frame[::-1].to_csv(tmp_path / "first" / "table.csv", index=False)
+    assert "same: all" in again()[1], "rows are found by their keys"
     frame.assign(value=frame["value"] + 0.5).to_csv(tmp_path / "first" / "table.csv", index=False)
     status, printed = again()
     assert status == 0 and f"differs: {np.isfinite(frame['value'].to_numpy(float)).sum()} of " in printed
