@@ -802,11 +802,13 @@ class Prompts:
         """Writes the prompts into one safetensors file.
 
         Raises:
-            ValueError: A column of the targets, other than `kind`, holds no numbers.
+            ValueError: A column of the targets, other than `kind`, holds no numbers, or a kind is missing.
         """
         numbers = self.targets.drop(columns="kind")
         if texts := [*numbers.columns[[kind.kind not in "biuf" for kind in numbers.dtypes]]]:
             raise ValueError(f"targets[{texts[0]!r}] holds no numbers, as a file needs beside kind: save without it")
+        if self.targets["kind"].isna().to_numpy().any():
+            raise ValueError("targets['kind'] is missing in some rows, which a file cannot hold: give each a name")
         tensors = {name: getattr(self, name) for name in _TENSORS}
         for prefix in ("latent", "positions"):
             tensors |= {f"{prefix}.{name}": value for name, value in getattr(self, prefix).items()}
@@ -851,6 +853,8 @@ class Prompts:
         except (SafetensorError, KeyError) as error:
             raise ValueError(f"{str(path)!r} holds no prompts: give a file that Prompts.save wrote") from error
         columns: dict[str, Any] = {name: tensors[f"targets.{name}"].numpy() for name in header["columns"]}
+        if not np.isin(columns["kind"], range(len(header["kinds"]))).all():
+            raise ValueError(f"{str(path)!r} has targets of no kind: give a file that Prompts.save wrote")
         columns["kind"] = np.array(header["kinds"], dtype=object)[columns["kind"]]
         tensor_fields = [name for f in fields(Relation) if (name := f.name) not in _FLAGS]
         relations = {

@@ -16,6 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import raised, refused
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import align_circuits as ac
 from align_circuits.checks import WrongArgument
@@ -181,11 +183,25 @@ def test_save_and_load(tmp_path, chosen):
 def test_load_what_is_not_there_or_no_prompts(tmp_path):
     refused(r"no file .*missing", Prompts.load, tmp_path / "missing")
     (tmp_path / "noise").write_bytes(b"not safetensors")
-    from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(1)}, tmp_path / "weights")
     for name in ("noise", "weights"):
         refused(f"{name}' holds no prompts", Prompts.load, tmp_path / name)
+
+
+def test_a_target_without_a_kind_gets_no_other_one_from_a_file(tmp_path):
+    prompts = with_everything(IDS)
+    unnamed = replace(prompts, targets=prompts.targets.assign(kind=[None, *prompts.targets["kind"][1:]]))
+    refused("kind'] is missing in some rows", unnamed.save, tmp_path / "prompts")
+    prompts.save(tmp_path / "prompts")
+    with safe_open(tmp_path / "prompts", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        header = file.metadata()
+    for code in (-1, 99):
+        save_file(
+            {**tensors, "targets.kind": torch.full_like(tensors["targets.kind"], code)}, tmp_path / "edited", header
+        )
+        refused("edited' has targets of no kind", Prompts.load, tmp_path / "edited")
 
 
 def test_digest_tells_prompts_apart():
@@ -279,8 +295,6 @@ def test_fields_must_agree():
 
 
 def test_files_of_earlier_versions_have_no_exchangeable_relations(tmp_path):
-    from safetensors import safe_open
-    from safetensors.torch import save_file
 
     with_everything(IDS).save(tmp_path / "new")
     with safe_open(tmp_path / "new", "pt") as file:
