@@ -47,7 +47,13 @@ def print_progress(run: Path) -> None:
         runs = []
     for unit, in_progress in (("jobs", runs), ("parts", sweeps)):
         for progress in in_progress:
-            started = time.strftime("%Y-%m-%d %H:%M", time.localtime(progress.started))
+            try:
+                started = time.strftime("%Y-%m-%d %H:%M", time.localtime(progress.started))
+            except (ValueError, OverflowError, OSError) as error:
+                raise ValueError(
+                    f"a plan in {str(run)!r} has begun at no time ({progress.started}): remove .plan*.json there, and "
+                    "give the same command again"
+                ) from error
             counts = f"{progress.done} done, {progress.running} running, {progress.waiting} waiting"
             left = progress.seconds_left
             soon = "" if left is None else f", {max(left, 1) / 60:.1f} minutes left"

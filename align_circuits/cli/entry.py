@@ -144,7 +144,9 @@ def _main(arguments: Sequence[str]) -> int:
         shared = parts is not None or (workers is not None and workers != type(workers)())
         return _interrupted("the same command goes on from the parts that are kept" if shared else ANEW)
     except (ValueError, KeyError, FloatingPointError, ImportError, WrongArgument) as error:
-        return _refuse(in_options(str(error.args[0] if error.args else error), type(verb)))
+        # The first argument of an error of Unicode is the name of an encoding.
+        said = error.args[0] if error.args and not isinstance(error, UnicodeError) else error
+        return _refuse(in_options(str(said), type(verb)))
     except (OSError, SafetensorError) as error:  # such as a full disk; both write files
         return _refuse(f"cannot read or write a file, earlier results are as they were: {' '.join(str(error).split())}")
     return 0 if complaint is None else _refuse(complaint)
@@ -234,6 +236,8 @@ def _other(name: str, options: Sequence[str]) -> int:
         run(options[0])
     except ValueError as error:
         return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"cannot read {options[0]!r} ({error.strerror})")
     return 0
 
 

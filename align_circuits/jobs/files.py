@@ -110,10 +110,11 @@ def inside(folder: str | Path, name: str) -> Path:
     """Returns the path of a file or folder in a folder.
 
     Raises:
-        ValueError: It leads out of the folder: by a link, or by a name such as `"../a"` from a file of others.
+        ValueError: It leads out of the folder, by a link or by a name such as `"../a"`; or no file can be called so.
     """
     # The folder itself may stand behind a link, so both are resolved.
     path, home = Path(folder) / name, os.path.realpath(folder)
+    check_name(path)
     if not Path(os.path.realpath(path)).is_relative_to(home):
         raise ValueError(
             f"{str(path)!r} leads out of its folder, to {os.path.realpath(path)!r}: remove what leads there"

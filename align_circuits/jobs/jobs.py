@@ -48,7 +48,7 @@ class Job:
                 f"function={self.function!r}: give 'module:name' of a function in a module that can be imported"
             )
         try:
-            json.dumps(self.config)
+            json.dumps({**self.config})
         except TypeError as error:
             raise ValueError(
                 f"config={self.config!r} is not JSON ({error}): give names, numbers, texts, lists, mappings"
@@ -237,7 +237,7 @@ def _jobs_of(folder: Path, plan: Mapping[str, Any]) -> dict[Path, Job]:
     """
     try:
         return {inside(folder, name): Job(**job) for name, job in plan["jobs"].items()}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"a plan in {str(folder)!r} lists what is no job ({error}): remove .plan-*.json there, and give the same "
             "command again"
@@ -247,7 +247,7 @@ def _jobs_of(folder: Path, plan: Mapping[str, Any]) -> dict[Path, Job]:
 def _progress(folder: Path, plan: Mapping[str, Any]) -> Progress:
     jobs = _jobs_of(folder, plan)
     failed = {
-        path: JobFailure(job, error.read_text(encoding="utf-8"))
+        path: JobFailure(job, error.read_text(encoding="utf-8", errors="replace"))
         for path, job in jobs.items()
         if (error := path.with_suffix(".error")).exists()
     }
@@ -291,7 +291,10 @@ def _remove_earlier(folder: Path, code_versions: Mapping[str, str]) -> None:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return read_object(path, rows=list)["rows"] if path.exists() else []
+    rows = read_object(path, rows=list)["rows"] if path.exists() else []
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{str(path)!r} is broken (a row is no object): remove it, and give the same command again")
+    return rows
 
 
 def _with_config(job: Job, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

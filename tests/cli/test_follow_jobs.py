@@ -1,11 +1,13 @@
 """`status` and `collect` read the folder of a run; `reproduce` refuses what is no cluster."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
 
 from align_circuits.cli import main
+from align_circuits.jobs.files import replacing
 from align_circuits.jobs.jobs import Job, run_jobs
 
 
@@ -29,6 +31,8 @@ def test_status_names_failures_and_writes_nothing(folder, ran):
     failed = "1 failed\n  failed: square(x=3, seed=0): RuntimeError: not this one"
     assert f"2 done, 0 running, 0 waiting, {failed}" in printed
     assert not (folder.parent / "runs").exists()
+    next((folder / "jobs").glob("*.error")).write_bytes(b"\xff\xfe broken")
+    assert "failed: square(x=3, seed=0): \ufffd\ufffd broken" in ran(["status", str(folder)])
 
 
 def test_collect_writes_each_row_once(folder, tmp_path):
@@ -40,6 +44,25 @@ def test_collect_writes_each_row_once(folder, tmp_path):
 
 def test_a_folder_without_jobs_has_no_status(declined):
     assert "holds no run of jobs" in declined(["status", "nowhere"])
+    assert "(File name too long)" in declined(["status", "x" * 5000])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"started": 1e300}, "run' has begun at no time (1e+300): remove .plan*.json there"),
+        ({"job": {"function": "m:f", "config": 3}}, "run' lists what is no job (config=3 is not JSON"),
+        ({"name": "x" * 300}, "run' lists what is no job ("),
+        ({"rows": [1, 2]}, "a.json' is broken (a row is no object): remove it"),
+    ],
+)
+def test_a_broken_file_of_jobs_is_named(edit, message, tmp_path, declined):
+    job = {"function": "m:f", "config": {}, "seed": 0, **edit.get("job", {})}
+    plan = {"started": edit.get("started", 0), "jobs": {edit.get("name", "a.json"): job}}
+    for name, content in ((".plan-0", plan), ("a", {"rows": edit.get("rows", [])})):
+        with replacing(tmp_path / "run" / f"{name}.json") as path:
+            path.write_text(json.dumps(content))
+    assert message in declined(["collect", str(tmp_path / "run"), "--out", str(tmp_path / "rows")])
 
 
 @pytest.fixture
