@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from align_circuits.heads.one_pass import OnePass
@@ -98,9 +98,15 @@ class Probe:
         return self.folder / f"step-{step:06d}.safetensors"
 
     def _read(self, step: int) -> tuple[pd.DataFrame, dict[str, ndarray]]:
-        with safe_open(self._path(step), "np") as file:
-            keys = pd.DataFrame(json.loads(file.metadata()["keys"]))
-            return keys, {name: file.get_tensor(name) for name in COLUMNS}
+        try:
+            with safe_open(self._path(step), "np") as file:
+                keys = pd.DataFrame(json.loads(file.metadata()["keys"]))
+                return keys, {name: file.get_tensor(name) for name in COLUMNS}
+        except (SafetensorError, FileNotFoundError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{str(self._path(step))!r} is broken or missing ({error}): remove it and the folder training beside "
+                "its own, so that the run begins anew"
+            ) from error
 
 
 def _measured(prompts: Prompts, both: OnePass) -> tuple[pd.DataFrame, dict[str, ndarray]]:

@@ -555,6 +555,8 @@ def test_a_run_goes_on_only_with_all_that_its_prompts_are_drawn_from(llama, fold
     untold.lines = (line for line in ())
     run(llama, untold, out=tmp_path / "untold")
     refused("checkpoints in .* since builtins.generator cannot", run, llama, untold, out=tmp_path / "untold")
+    (tmp_path / "task/probes/step-000000.safetensors").write_bytes(b"")
+    refused("step-000000.safetensors' is broken or missing .* remove it", run, llama, out=tmp_path / "task")
 
 
 def test_any_task_is_tuned_beside_own_prompts(llama, char_tokenizer):
