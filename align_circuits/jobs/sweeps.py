@@ -108,4 +108,6 @@ def _read(path: Path) -> Part:
         with safe_open(path, "np") as file:
             return file.get_tensor("values"), (file.metadata() or {})["engine"]
     except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{str(path)!r} is no part of a sweep ({error}): remove it, or give another out=") from error
+        raise ValueError(
+            f"{str(path)!r} is no part of a sweep ({error}): remove it, or give other --parts (cache_dir=)"
+        ) from error
