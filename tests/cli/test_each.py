@@ -92,10 +92,8 @@ def test_a_command_given_again_after_another_one_in_its_folder_has_its_own_numbe
 def test_a_changed_file_is_seen_however_its_option_is_written():
     found = []
     for answers in ("ab", "ba"):
-        lines = [json.dumps({"text": f"k{answer}m", "answer": answer}) for answer in answers]
-        Path("p.jsonl").write_text("\n".join(lines))
-        verb = ["evaluate", "--model=tiny", "--prompts=p.jsonl"]
-        assert main(["each", "--out", "run", "--overwrite", "--", *verb]) == 0
+        Path("p.jsonl").write_text("\n".join(json.dumps({"text": f"k{each}m", "answer": each}) for each in answers))
+        assert main(["each", "--out", "run", "--overwrite", "--", "evaluate", "--model=tiny", "--prompts=p.jsonl"]) == 0
         found.append(json.loads(Path("run/seed-0/provenance.json").read_text())["data"])
     assert found[0] != found[1]
 
@@ -123,12 +121,11 @@ def test_a_run_whose_files_have_changed_is_another_run(tiny, declined):
     assert not Table.load("run/model_seed-0").frame.equals(kept)
 
 
-def test_an_adapter_whose_base_model_has_changed_is_another_run():
+def test_an_adapter_in_a_ring_whose_base_model_has_changed_is_another_run():
     each, found = Each(command=("score",), models=("adapter",)), []
     for name in ("adapter", "base"):
         Path(name).mkdir()
     Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "../base"}')
-    # A ring, which `load` refuses.
     Path("base/adapter_config.json").write_text('{"base_model_name_or_path": "../adapter"}')
     for weights in (b"one", b"other"):
         Path("base/model.safetensors").write_bytes(weights)
