@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (3040, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3920, 2600),
-    "tests": (33570, 20000),
+    "tests": (33700, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 
