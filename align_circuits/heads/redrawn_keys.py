@@ -313,7 +313,7 @@ class _OtherPrompts(RedrawnKeys):
         return share_at_least_first(scores.reshape(*self.shape, -1))
 
 
-def _without_common_tokens(held: Sequence[Int[Tensor, " token"]]) -> Int[ndarray, " some"]:
+def _without_common_tokens(held: Sequence[Tensor]) -> Int[ndarray, " some"]:
     """Returns which prompts to take, from the first on, so that no token is held by the keys of two."""
     seen: set[int] = set()
     apart = []

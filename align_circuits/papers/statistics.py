@@ -114,11 +114,8 @@ def extreme_of(table: Table, *, highest: bool) -> Measured:
         return NOT_MEASURED
     row = _row(table, int(np.nanargmax(value) if highest else np.nanargmin(value)))
     low, high = (table.frame[end].to_numpy(float) for end in ("low", "high"))
-    return (
-        replace(row, high=float(np.nanmax([row.high, *high])))
-        if highest
-        else replace(row, low=float(np.nanmin([row.low, *low])))
-    )
+    # NaN where no row has an interval.
+    return replace(row, high=float(np.fmax.reduce(high))) if highest else replace(row, low=float(np.fmin.reduce(low)))
 
 
 def value_of(table: Table, **where: Any) -> Measured:
