@@ -88,11 +88,11 @@ class Ablate(EffectVerb):
         count = 20 if self.n_controls is None else self.n_controls
         table, verdicts = ablate_together(model, prompts, heads, n_controls=count, seed=self.seed, options=self.options)
         verdict_sentences = [*(verdict.sentence for verdict in verdicts), *share_sentences(verdicts)]
-        intact = f"accuracy is {verdicts[0].intact:.2f}"
+        accuracy, guesses = "accuracy", ""
         if CHOICE_ACCURACY in set(table.frame["metric"]):
+            accuracy = "choice accuracy (how often the right answer is more likely than the wrong one)"
             guesses = unsolved(table.where(ablated="nothing").frame.iloc[0], 0.5, prompts.n_groups, table.unit)
-            intact = f"choice accuracy (how often the right answer is more likely than the wrong one) is {intact[12:]}"
-            intact += f", {guesses}" * bool(guesses)
+        intact = f"{accuracy} is {verdicts[0].intact:.2f}" + f", {guesses}" * bool(guesses)
         print(f"{self.model}: {counted(prompts)}; intact, {intact}\n")
         print("\n".join(f"  {sentence}" for sentence in verdict_sentences))
         drawn = any(verdict.controls for verdict in verdicts)

@@ -69,7 +69,7 @@ class Rerun(Verb):
         for entry in ("versions", "model"):
             old, new = getattr(before.provenance, entry), getattr(after.provenance, entry)
             for name in old.keys() | new.keys():
-                same = name == "name" and None is not first_path == path
+                same = name == "name" and path is not None and path == first_path
                 if old.get(name) != new.get(name) and not same:
                     print(f"  changed since then: {name}, {old.get(name)} -> {new.get(name)}")
         return None

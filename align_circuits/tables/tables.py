@@ -274,7 +274,7 @@ class Table:
                 # (patched - clean) + (clean - corrupted) = patched - corrupted, which effects of denoising are already.
                 above = above + gap
             if baselines.is_apart(runs.frame.iloc[gap_row]):
-                shares = runs.frame["metric"][gap_row] in SHARES
+                shares = runs.frame["metric"].iloc[gap_row] in SHARES
                 value[rows], low[rows], high[rows] = stats.ratio(above, gap, runs.weights[gap_row], shares)
         settings = {**self.provenance.settings, "normalized": True}
         measured = self.frame.assign(value=value, low=low, high=high)

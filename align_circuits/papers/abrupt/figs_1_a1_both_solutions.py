@@ -27,7 +27,7 @@ def _of_peak(accuracy: Table) -> Float[ndarray, " seed"]:
 
 _OVER_PEAK = rows("icl").map(_of_peak)
 _BURSTY, _PLAIN = {"burst": 2}, {"burst": 0}
-_FIG1 = (_BURSTY, _PLAIN)
+_BURSTY_OR_NOT = (_BURSTY, _PLAIN)
 
 FIG1 = Experiment(
     name="abrupt/fig1",
@@ -35,10 +35,10 @@ FIG1 = Experiment(
     source=f"{SOURCE}, Fig. 1 (d)",
     study=grid_study(
         "abrupt/fig1",
-        Grid(SMOKE, _FIG1),
-        Grid(CPU.with_task(n_classes=512), _FIG1),
+        Grid(SMOKE, _BURSTY_OR_NOT),
+        Grid(CPU.with_task(n_classes=512), _BURSTY_OR_NOT),
         # Three of the paper's six seeds, for time: a condition of three takes two to three hours of one core.
-        Grid(replace(PAPER.with_task(n_classes=512), seeds=3), _FIG1, together=1),
+        Grid(replace(PAPER.with_task(n_classes=512), seeds=3), _BURSTY_OR_NOT, together=1),
     ),
     figures={
         "accuracy": training_courses(BOTH | {"swap": "swapped labels"}, {"": _BURSTY}),
