@@ -688,7 +688,8 @@ class Prompts:
                 needs them. The corrupted prompt goes on with the clean answer, so what is right behind its first token
                 is known only as long as both answers are alike.
             positions: Places by name in the clean texts, as for `from_texts`.
-            groups: Which pairs are related; by default those with equal clean texts.
+            groups: Which pairs are related; by default those with equal clean texts, and those of which one's corrupted
+                text is the other's clean one.
 
         Raises:
             TypeError: As `from_texts` does.
@@ -725,6 +726,8 @@ class Prompts:
         for name, (text, _, ids) in zip(names, pairs, strict=True):
             check_aligned(name, text, ids, tokenizer, uneven[1:])
         warn_of_far_pairs(names, [(text.ids[: text.n_text], ids) for text, _, ids in pairs])
+        if groups is None:
+            groups = groups_of_equal([text.ids[: text.n_text] for text, *_ in pairs], names, [ids for *_, ids in pairs])
         prompts = cls._of_texts(tokenized, tokenizer, groups, names)
         inputs, own_correct = prompts.inputs.clone(), None
         for row, (text, _, ids) in enumerate(pairs):

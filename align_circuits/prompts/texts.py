@@ -10,7 +10,10 @@ from difflib import SequenceMatcher
 from operator import ne
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from tokenizers.models import BPE
 
 END = "END"
@@ -42,17 +45,28 @@ class TokenizedText:
     """How many tokens at the start are those with which the tokenizer begins every text."""
 
 
-def groups_of_equal(texts: Sequence[Sequence[int]], names: Sequence[str]) -> list[int] | None:
-    """Returns a group for each text, the same for equal tokens, of which it warns by name; None where all differ."""
-    of_ids = pd.Series([*map(tuple, texts)])
-    groups, different = pd.factorize(of_ids)
-    again = len(texts) - len(different)
-    if not again:
+def groups_of_equal(
+    texts: Sequence[Sequence[int]], names: Sequence[str], partners: Sequence[Sequence[int]] = ()
+) -> list[int] | None:
+    """Returns a group for each text, of which it warns by name; None where all differ.
+
+    Texts of equal tokens have the same, as have two of which one is the other's partner, its corrupted text.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    equal = [first.setdefault(tuple(text), index) for index, text in enumerate(texts)]
+    mirrored = [(index, first[tuple(text)]) for index, text in enumerate(partners) if tuple(text) in first]
+    again = [index for index, one in enumerate(equal) if one != index]
+    if not again and not mirrored:
         return None
-    first = names[int(of_ids.duplicated().to_numpy().argmax())]
-    repeat = f"{first} repeats an earlier text" if again == 1 else f"{again} texts repeat earlier ones, first {first}"
-    _warn(f"{repeat}; equal texts count as one group, since they are no independent evidence")
-    return groups.tolist()
+    told = f"in {len(mirrored)} of {len(texts)} pairs the corrupted text is the clean one of another pair"
+    if again:
+        told = f"{len(again)} texts repeat earlier ones, first {names[again[0]]}"
+        told = told if len(again) > 1 else f"{names[again[0]]} repeats an earlier text"
+    kind = "equal texts" if again else "such pairs"
+    _warn(f"{told}; {kind} count as one group, since they are no independent evidence")
+    links = np.array([*enumerate(equal), *mirrored]).T
+    linked = coo_array((np.ones(links.shape[1]), links), shape=(len(texts), len(texts)))
+    return connected_components(linked, directed=False)[1].tolist()
 
 
 def warn_of_equal(texts: Sequence[Sequence[int]], groups: Sequence[Hashable], names: Sequence[str]) -> None:

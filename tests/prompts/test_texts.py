@@ -288,6 +288,18 @@ def test_equal_texts_are_one_group_unless_groups_are_given():
     assert Prompts.from_texts(texts[:2], TOKENIZER, answer=answers[:2]).group is None
 
 
+def test_pairs_in_both_directions_are_one_group():
+    clean, corrupted, answers = ["ab:", "cd:", "ba:", "xy:", "cd:"], ["ba:", "dc:", "ab:", "yx:", "zz:"], [*"acbxc"]
+    with pytest.warns(UserWarning, match="^in 2 of 4 pairs the corrupted text is the clean one of another pair; such"):
+        made = Prompts.from_pairs(clean[:4], corrupted[:4], TOKENIZER, answer=answers[:4])
+    for half in made:
+        assert half.group is not None and half.group.tolist() == [0, 1, 0, 2]
+    with pytest.warns(UserWarning, match="^pair 4 repeats an earlier text"):
+        made = Prompts.from_pairs(clean, corrupted, TOKENIZER, answer=answers)
+    assert made[0].group is not None and made[0].group.tolist() == [0, 1, 0, 2, 1]
+    assert Prompts.from_pairs(clean[:2], corrupted[:2], TOKENIZER, answer=answers[:2])[0].group is None
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
 def test_what_is_right_behind_the_clean_answer_is_known_while_both_agree(rows):
