@@ -50,15 +50,16 @@ def groups_of_equal(
 ) -> list[int] | None:
     """Returns a group for each text, of which it warns by name; None where all differ.
 
-    Texts of equal tokens have the same, as have two of which one is the other's partner, its corrupted text.
+    Texts of equal tokens have the same, as have two of which each is the other's partner, its corrupted text.
     """
     first: dict[tuple[int, ...], int] = {}
     equal = [first.setdefault(tuple(text), index) for index, text in enumerate(texts)]
-    mirrored = [(index, first[tuple(text)]) for index, text in enumerate(partners) if tuple(text) in first]
+    row_of = {(tuple(texts[row]), tuple(partner)): row for row, partner in enumerate(partners)}
+    mirrored = [(row, row_of[other, text]) for (text, other), row in row_of.items() if (other, text) in row_of]
     again = [index for index, one in enumerate(equal) if one != index]
     if not again and not mirrored:
         return None
-    told = f"in {len(mirrored)} of {len(texts)} pairs the corrupted text is the clean one of another pair"
+    told = f"{len(mirrored)} of {len(texts)} pairs are others the other way round, clean and corrupted text exchanged"
     if again:
         told = f"{len(again)} texts repeat earlier ones, first {names[again[0]]}"
         told = told if len(again) > 1 else f"{names[again[0]]} repeats an earlier text"

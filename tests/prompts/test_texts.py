@@ -288,16 +288,21 @@ def test_equal_texts_are_one_group_unless_groups_are_given():
     assert Prompts.from_texts(texts[:2], TOKENIZER, answer=answers[:2]).group is None
 
 
-def test_pairs_in_both_directions_are_one_group():
+def test_a_pair_in_both_directions_is_one_group():
     clean, corrupted, answers = ["ab:", "cd:", "ba:", "xy:", "cd:"], ["ba:", "dc:", "ab:", "yx:", "zz:"], [*"acbxc"]
-    with pytest.warns(UserWarning, match="^in 2 of 4 pairs the corrupted text is the clean one of another pair; such"):
+    with pytest.warns(UserWarning, match="^2 of 4 pairs are others the other way round, clean and corrupted text exch"):
         made = Prompts.from_pairs(clean[:4], corrupted[:4], TOKENIZER, answer=answers[:4])
     for half in made:
         assert half.group is not None and half.group.tolist() == [0, 1, 0, 2]
     with pytest.warns(UserWarning, match="^pair 4 repeats an earlier text"):
         made = Prompts.from_pairs(clean, corrupted, TOKENIZER, answer=answers)
     assert made[0].group is not None and made[0].group.tolist() == [0, 1, 0, 2, 1]
-    assert Prompts.from_pairs(clean[:2], corrupted[:2], TOKENIZER, answer=answers[:2])[0].group is None
+
+
+def test_corrupted_texts_that_are_the_next_clean_ones_leave_pairs_apart():
+    """Or all pairs were one group, and nothing had an interval."""
+    clean = ["ab:", "cd:", "xy:", "zw:"]
+    assert Prompts.from_pairs(clean, [*clean[1:], clean[0]], TOKENIZER, answer=[*"acxz"])[0].group is None
 
 
 @settings(deadline=None)

@@ -26,7 +26,7 @@ def measured(random_hf_model, char_tokenizer):
     texts = [f"{first}{second}k" for first, second in zip("abcdefgh", "hgfedcba", strict=True)]
     corrupted = [text[::-1][1:] + "k" for text in texts]
 
-    def tables(groups: list[str] | None) -> dict[str, Any]:
+    def tables(groups: list[Any]) -> dict[str, Any]:
         pair = Pair(*ac.Prompts.from_pairs(texts, corrupted, char_tokenizer, answer=list("abababab"), groups=groups))
         found = ac.localize(
             model, pair.clean, corrupted=pair.corrupted, roles={"previous": "attends back"}, n_controls=0
@@ -41,7 +41,7 @@ def measured(random_hf_model, char_tokenizer):
             "localize": found.evidence.patching_effects,
         }
 
-    return tables(GROUPS), tables(None)
+    return tables(GROUPS), tables([*range(8)])
 
 
 @pytest.mark.parametrize("name", ["evaluate", "ablate", "patch", "patch, baselines", "attribute", "score"])
