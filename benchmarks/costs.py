@@ -11,9 +11,7 @@ the bundled model, whose heads have roles.
 In a folder that has a table, rows that are measured again take the place of earlier ones.
 """
 
-import argparse
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +20,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from patching import processor
-from transformers import LlamaConfig, LlamaForCausalLM
+from contest import command_line, processor, random_llama, seconds
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
@@ -64,26 +61,8 @@ Case = tuple[str, Callable[[], Any], Work]
 def network(name: str) -> Any:
     """Returns a random Llama."""
     layers, width, heads, key_heads, d_mlp, vocabulary = MODELS[name]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=d_mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        vocab_size=vocabulary,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=width**-0.5,
-    )
-    return ac.load(LlamaForCausalLM(config).eval(), tokenizer=char_tokenizer())
-
-
-def sizes_of(pair: ac.Pair) -> PromptSizes:
-    """Returns the sizes of a pair's prompts."""
-    last, targets = int(pair.clean.column("query_pos").max()) + 1, len(pair.clean.targets) // len(pair.clean)
-    differs = (pair.clean.tokens != pair.corrupted.tokens).any(0).nonzero()
-    return PromptSizes(len(pair.clean), last, targets, last - int(differs[0]))
+    more: dict[str, Any] = {"intermediate_size": d_mlp, "tie_word_embeddings": True}
+    return ac.load(random_llama(layers, width, heads, key_heads, vocabulary, **more), tokenizer=char_tokenizer())
 
 
 def run_once(model: Any, prompts: ac.Prompts) -> None:
@@ -97,7 +76,7 @@ def cases(model: Any, clean: ac.Prompts, steps: int) -> Iterator[Case]:
     shape = ModelShape.of(model)
     query = ac.Pair(clean, TASK.corrupt(clean, "query"))
     labels = ac.Pair(clean, TASK.corrupt(clean, "labels"))
-    sizes, whole = sizes_of(query), sizes_of(labels)
+    sizes, whole = PromptSizes.of(query), PromptSizes.of(labels)
     every = max(1, shape.layers // 10)
     some = [(layer, 0) for layer in range(every // 2, shape.layers, every)]
     yield "evaluate", lambda: ac.evaluate(model, clean), evaluate_work(shape, sizes)
@@ -122,7 +101,7 @@ def localized(model: Any, n: int) -> Case:
     """Returns `localize`: how many candidates and sets it measures is known from a first call."""
     found = ac.localize(model, TASK, n=n)
     prompts = TASK.sample(n, model.tokenizer, references=False)
-    sizes = replace(sizes_of(ac.Pair(*TASK.pairs(prompts[n // 2 :], 0))), prompts=n)
+    sizes = replace(PromptSizes.of(ac.Pair(*TASK.pairs(prompts[n // 2 :], 0))), prompts=n)
     whole = found.evidence.set_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
     controls = [draws for verdict in found.verdicts if verdict.role for draws in verdict.controls.values()]
     drawn = sum(math.isfinite(accuracy) for draws in controls for accuracy in draws)
@@ -133,17 +112,10 @@ def localized(model: Any, n: int) -> Case:
     return f"localize, {candidates} candidates, {sets} sets", lambda: ac.localize(model, TASK, n=n), work
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Returns the processor's time of a call."""
-    started = time.process_time()
-    call()
-    return time.process_time() - started
-
-
 def compare(name: str, model: Any, n: int, given: list[Case], rounds: int) -> list[dict[str, Any]]:
     """Prints, and returns, how long the verbs took beside what was predicted."""
     clean = TASK.sample(n, model.tokenizer, references=False)
-    shape, sizes = ModelShape.of(model), sizes_of(ac.Pair(clean, TASK.corrupt(clean, "query")))
+    shape, sizes = ModelShape.of(model), PromptSizes.of(ac.Pair(clean, TASK.corrupt(clean, "query")))
     unit = forward_work(shape, sizes)
     found = []
     for verb, call, work in given:
@@ -169,11 +141,9 @@ def compare(name: str, model: Any, n: int, given: list[Case], rounds: int) -> li
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = command_line(__doc__, rounds=3, out=True)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--verbs", default="", help="the beginnings of verbs, separated by commas; by default all")
-    parser.add_argument("--out", help="a folder for the table; value is the time measured over the time predicted")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []

@@ -14,25 +14,21 @@ It needs an environment of its own, with `transformer-lens==3.8.0` and `circuitk
 missing is left out, with a note.
 """
 
-import argparse
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from statistics import median
 from typing import Any
 
 with suppress(ImportError):
     import_module("circuitkit")  # changes TransformerLens, and must come before it
 
-import pandas as pd
 import torch
-from patching import HEADS, TASK, network, processor, timed
+from contest import Row, command_line, in_turn, keep, random_llama, ratios, rows_of, timed
+from patching import HEADS, TASK, random_model
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table
 
 LAYERS, STEPS = 8, 5
 METHODS = {"eap": "EAP", "eap_ig_inputs": "EAP-IG-inputs"}
@@ -80,9 +76,9 @@ def hooked(hf: Any) -> Any:
     return model.eval()
 
 
-def compare(width: int, rounds: int) -> tuple[list[tuple[Any, ...]], dict[str, str]]:
+def compare(width: int, rounds: int) -> tuple[list[Row], dict[str, str]]:
     """Prints what each contestant costs and how far their scores lie apart; returns that and the versions."""
-    bridge, model = ac.load(network(LAYERS, width), tokenizer=char_tokenizer()), hooked(network(LAYERS, width))
+    bridge, model = random_model(LAYERS, width), hooked(random_llama(LAYERS, width))
     clean = TASK.sample(1, char_tokenizer(), references=False)
     corrupted = TASK.corrupt(clean, "query")
     pair = ac.Pair(clean, corrupted, direction="noise")
@@ -106,7 +102,8 @@ def compare(width: int, rounds: int) -> tuple[list[tuple[Any, ...]], dict[str, s
         return run
 
     versions = {"transformer-lens": version("transformer-lens")}
-    found, names = [], []
+    found: list[Row] = []
+    names: list[str] = []
     for name, package in PEERS.items():
         try:
             import_module(f"{package}.attribute")
@@ -118,22 +115,17 @@ def compare(width: int, rounds: int) -> tuple[list[tuple[Any, ...]], dict[str, s
     for method in METHODS:
         runs: dict[str, Callable[[], Any]] = {name: theirs(PEERS[name], method) for name in names}
         runs["align_circuits"] = lambda method=method: ac.attribute_edges(bridge, pair, method=method, steps=STEPS)
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        scores: dict[str, Any] = {}
-        for _ in range(rounds):
-            for name, run in runs.items():
-                seconds, scores[name] = timed(run)
-                times[name].append(seconds)
+        turns = in_turn(runs, rounds, timed)
+        times = {name: [seconds for seconds, _ in turn] for name, turn in turns.items()}
+        scores = {name: turn[-1][1] for name, turn in turns.items()}
         ours = scores["align_circuits"].frame.set_index(["sender", "receiver"])["value"]
+        measured: dict[tuple[str, str], list[float]] = {}
         for name, seconds in times.items():
-            ratios = [other / own for other, own in zip(seconds, times["align_circuits"], strict=True)]
-            measures = {"seconds": seconds, "times our time": ratios}
+            measured[name, "seconds"] = seconds
+            measured[name, "times our time"] = ratios(seconds, times["align_circuits"])
             if name != "align_circuits":
-                measures["furthest from ours, of the largest"] = [_apart(scores[name], ours)]
-            rows = [(method, name, measure, median(v), min(v), max(v), len(v)) for measure, v in measures.items()]
-            for row in rows:
-                print("{:14s} {:16s} {:36s} {:10.3g} [{:.3g}, {:.3g}], {} rounds".format(*row), flush=True)
-            found += rows
+                measured[name, "furthest from ours, of the largest"] = [_apart(scores[name], ours)]
+        found += rows_of(method, measured)
     return found, versions
 
 
@@ -152,16 +144,9 @@ def _apart(theirs: dict[tuple[str, str], float], ours: Any) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = command_line(__doc__, rounds=3, out=True)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lines, packages = compare(arguments.width, arguments.rounds)
-    if arguments.out:
-        settings = {"width": arguments.width, "steps": STEPS, "heads": HEADS, "processor": processor(), "threads": 1}
-        columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
-        Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings | {"peers": packages})).save(
-            arguments.out
-        )
+    keep(lines, arguments, steps=STEPS, heads=HEADS, peers=packages)

@@ -2,8 +2,8 @@
 
 The plain loop is what one writes by hand: `nn.Linear`, both layers at all positions, `torch.optim.SGD`; no checkpoint,
 no log. Both sides read the same sequences from the same sampler, whose time counts on both, and end with the same
-weights but for rounding. Ours is `train_on_exemplars`, a checkpoint every 500 steps. Times are of the process (of the
-clock on a GPU); a round runs both, in alternating order; ratios are medians over rounds.
+weights but for rounding. Ours is `train_on_exemplars`, a checkpoint every 500 steps. Times are of the process on one
+thread, else of the clock; a round runs both, in alternating order; ratios are medians over rounds.
 
 Then the share of a training's time that goes to accuracies and progress measures, at the spacing and with the number of
 sequences that the figures of that size take: the time of `measure` over that of the steps between probes and `measure`.
@@ -12,22 +12,16 @@ sequences that the figures of that size take: the time of `measure` over that of
         [--out FOLDER]
 """
 
-import argparse
-import statistics
 import tempfile
-import time
 from dataclasses import replace
 
-import pandas as pd
 import torch
-from patching import processor
+from contest import command_line, keep, now, rows_of
 from torch import nn
 
 from align_circuits.papers.abrupt.grid import CPU, PAPER, Size, network, train_on_exemplars
 from align_circuits.papers.abrupt.progress_measures import Evaluation, measure
 from align_circuits.papers.abrupt.task import Worlds
-from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table
 
 
 class Plain(nn.Module):
@@ -59,14 +53,6 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
     if bias is not None:
         layer.bias.data = bias.detach().clone()
     return layer
-
-
-def now(device: str) -> float:
-    """Returns seconds: of the process, or of the clock once a GPU is done."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
 
 
 def plain_loops(size: Size, members: int, steps: int, device: str) -> tuple[float, list[Plain]]:
@@ -110,20 +96,18 @@ def probing(size: Size, members: int, device: str) -> float:
 
 def main() -> None:
     """Runs the rounds and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=7, out=True)
     parser.add_argument("--size", choices=("paper", "cpu"), default="paper")
     parser.add_argument("--members", type=int, default=6)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     size = {"paper": PAPER, "cpu": CPU}[arguments.size]
     how = (size, arguments.members, arguments.steps, arguments.device)
 
-    ratios, ours, plains, shares = [], [], [], []
+    speedups, ours, plains, shares = [], [], [], []
     for turn in range(arguments.rounds):
         runs = [plain_loops, at_once]
         results = {run: run(*how) for run in runs[:: 1 if turn % 2 else -1]}
@@ -131,7 +115,7 @@ def main() -> None:
         for seed, model in enumerate(models):
             for one, other in zip(Plain(net.member(seed)).parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)  # or the comparison means nothing
-        ratios.append(slow / fast)
+        speedups.append(slow / fast)
         ours.append(arguments.steps / fast)
         plains.append(arguments.steps / slow)
         price = probing(size, arguments.members, arguments.device)
@@ -142,26 +126,14 @@ def main() -> None:
     print(
         f"{about}, {arguments.device}, torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
     )
-    print(f"plain loops, one after another {statistics.median(plains):8.2f} steps/s of all members")
-    print(f"one ensemble                   {statistics.median(ours):8.2f} steps/s of all members")
-    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    print(
-        f"probing {size.probe} sequences of each kind every {size.log_every} steps takes "
-        f"{100 * statistics.median(shares):.2f}% of the time ({100 * min(shares):.2f} to {100 * max(shares):.2f})"
-    )
-    if arguments.out:
-        measured = {
-            ("plain loops", "steps a second"): plains,
-            ("one ensemble", "steps a second"): ours,
-            ("one ensemble", "times as fast"): ratios,
-            ("one ensemble", "share of probing"): shares,
-        }
-        rows = [(about, *key, statistics.median(v), min(v), max(v), len(v)) for key, v in measured.items()]
-        frame = pd.DataFrame(rows, columns=["sweep", "contestant", "measure", "value", "low", "high", "n"])
-        machine = processor() if arguments.device == "cpu" else torch.cuda.get_device_name()
-        given = {name: value for name, value in vars(arguments).items() if name != "out"}
-        settings = {**given, "processor": machine, "width": size.task.d_in}
-        Table(frame, Provenance("benchmark", settings)).save(arguments.out)
+    print(f"probing: {size.probe} sequences of each kind every {size.log_every} steps")
+    measured = {
+        ("plain loops", "steps a second"): plains,
+        ("one ensemble", "steps a second"): ours,
+        ("one ensemble", "times as fast"): speedups,
+        ("one ensemble", "share of probing"): shares,
+    }
+    keep(rows_of(about, measured), arguments, width=size.task.d_in)
 
 
 if __name__ == "__main__":

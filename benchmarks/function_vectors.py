@@ -8,12 +8,11 @@ rounds of the ratio within a round.
     python benchmarks/function_vectors.py [--rounds 5] [--prompts 16]
 """
 
-import argparse
-import time
 from statistics import median
 from typing import Any
 
 import torch
+from contest import command_line, in_turn, ratios, spread, timed
 
 import align_circuits as ac
 from align_circuits.circuits.direct_effects import function_vectors
@@ -43,8 +42,7 @@ def loop(model: Any, clean: ac.Prompts, corrupted: ac.Prompts) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--prompts", type=int, default=16)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -52,17 +50,16 @@ if __name__ == "__main__":
     task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=8)
     clean = task.sample(arguments.prompts, model.tokenizer, references=False)
     corrupted = task.corrupt(clean, "labels")
-    rounds, apart = [], 0.0
+    contestants = {
+        "a loop with hooks": lambda: loop(model, clean, corrupted),
+        "function_vectors": lambda: function_vectors(model, [ac.Pair(clean, corrupted)]),
+    }
     with torch.no_grad():
-        for _ in range(arguments.rounds):
-            started = time.process_time()
-            theirs = loop(model, clean, corrupted)
-            between = time.process_time()
-            ours = function_vectors(model, [ac.Pair(clean, corrupted)])
-            rounds.append((between - started, time.process_time() - between))
-            apart = max(apart, float((torch.tensor(ours.to_array("function_vector")) - theirs).abs().max()))
-    print(f"a loop with hooks  {median(one for one, _ in rounds):.2f} s")
-    print(f"function_vectors   {median(two for _, two in rounds):.2f} s")
-    ratios = sorted(one / two for one, two in rounds)
-    print(f"times as fast      {median(ratios):.1f} [{ratios[0]:.1f}, {ratios[-1]:.1f}], {len(rounds)} rounds")
+        turns = in_turn(contestants, arguments.rounds, timed)
+    theirs, ours = ([seconds for seconds, _ in turn] for turn in turns.values())
+    scores, table = (turn[-1][1] for turn in turns.values())
+    apart = (torch.tensor(table.to_array("function_vector")) - scores).abs().max()
+    print(f"a loop with hooks  {median(theirs):.2f} s")
+    print(f"function_vectors   {median(ours):.2f} s")
+    print(f"times as fast      {spread(ratios(theirs, ours), 1)}, {arguments.rounds} rounds")
     print(f"furthest apart     {apart:.1e}")

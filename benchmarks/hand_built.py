@@ -10,8 +10,6 @@ summary.
     python benchmarks/hand_built.py [--rounds 7] [--prompts 6,32] [--seeds 0,1,2,3,4,5]
 """
 
-import argparse
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,27 +18,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from contest import command_line, in_turn, ratios, spread, timed
 
 import align_circuits as ac
 from align_circuits.models.planted.hand_built_transformer import HandBuiltAttention, HandBuiltDecoder
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Processor time of a run."""
-    began = time.process_time()
-    run()
-    return time.process_time() - began
-
-
-def in_turn(name: str, slow: Callable[[], object], fast: Callable[[], object], rounds: int) -> None:
+def compare(name: str, slow: Callable[[], object], fast: Callable[[], object], rounds: int) -> None:
     """Prints the times of two runs that take turns."""
     slow(), fast()
-    times = [(seconds(slow), seconds(fast)) for _ in range(rounds)]
-    ratios = [one / other for one, other in times]
-    one, other = (1000 * median(column) for column in zip(*times, strict=True))
+    one, other = in_turn({"slow": slow, "fast": fast}, rounds).values()
     print(
-        f"{name}: {other:.0f} ms beside {one:.0f} ms, {median(ratios):.2f} times as fast "
-        f"[{min(ratios):.2f}, {max(ratios):.2f}]"
+        f"{name}: {1000 * median(other):.0f} ms beside {1000 * median(one):.0f} ms, "
+        f"{spread(ratios(one, other))} times as fast"
     )
 
 
@@ -67,17 +57,15 @@ def localized(seed: int) -> None:
     ):
         model = ac.planted_circuit(task, seed)
         with counted(kind, name, place) as prompts:
-            began = time.process_time()
-            found = ac.localize(model, task, options=ac.RunOptions(engine))
+            taken, found = timed(partial(ac.localize, model, task, options=ac.RunOptions(engine)))
         passes = prompts[0] / model.cfg.n_layers
-        print(f"seed {seed}, {engine}: {time.process_time() - began:.1f} s, {passes:,.0f} prompts through the layers")
+        print(f"seed {seed}, {engine}: {taken:.1f} s, {passes:,.0f} prompts through the layers")
         summaries.append(found.summary)
     print("the same summary" if len(set(summaries)) == 1 else f"DIFFERENT: {summaries}", summaries[0], sep="\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = command_line(__doc__, rounds=7)
     parser.add_argument("--prompts", default="6,32", help="one or more numbers, separated by commas")
     parser.add_argument("--seeds", default="0", help="the circuits that `localize` runs on, separated by commas")
     arguments = parser.parse_args()
@@ -89,14 +77,14 @@ if __name__ == "__main__":
         prompts = task.sample(number, model.tokenizer, seed=0)
         with torch.no_grad():
             read = partial(model.run_with_hooks, prompts.tokens, fwd_hooks=hooks)
-            in_turn(
+            compare(
                 f"{number} prompts, fused beside patterns read", read, partial(model, prompts.tokens), arguments.rounds
             )
         score = {
             engine: partial(ac.score_heads, model, prompts, options=ac.RunOptions(engine))
             for engine in ("reference", "auto")
         }
-        in_turn(f"{number} prompts, scored by parts beside hooks", *score.values(), arguments.rounds)
+        compare(f"{number} prompts, scored by parts beside hooks", *score.values(), arguments.rounds)
     ac.localize(model, task, n=8, n_controls=0)  # what is loaded on first use
     for seed in arguments.seeds.split(","):
         localized(int(seed))

@@ -7,19 +7,18 @@ when the model was loaded, beside the size of the weights.
     python benchmarks/localize.py [--model toy-llama] [--n 64] [--phrase-len 2] [--rounds 5] [--threads 1,2]
 """
 
-import argparse
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
+from contest import command_line, ratios, spread
 from probe_rows import resident
 
 import align_circuits as ac
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--threads", default="1,2", help="one or more, separated by commas")
     parser.add_argument("--model", default="toy-llama", help="what `load` takes")
     parser.add_argument("--n", type=int, default=64, help="prompts")
@@ -43,11 +42,9 @@ if __name__ == "__main__":
             waits[number].append(time.perf_counter() - clock)
             works[number].append(time.process_time() - processor)
     for number, waited in waits.items():
-        ratio = median(first / own for first, own in zip(waits[threads[0]], waited, strict=True))
         print(
-            f"threads {number}: {median(waited):.1f} s [{min(waited):.1f}, {max(waited):.1f}] on the clock, "
-            f"{median(works[number]):.1f} s of the processor; {ratio:.2f} times as fast as with {threads[0]}; "
-            f"{len(waited)} rounds"
+            f"threads {number}: {spread(waited, 1)} s on the clock, {median(works[number]):.1f} s of the processor; "
+            f"{median(ratios(waits[threads[0]], waited)):.2f} times as fast as with {threads[0]}; {len(waited)} rounds"
         )
     if clear_refs.exists():
         above = (resident("VmHWM") - loaded) * 2**20 / 1e9

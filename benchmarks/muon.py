@@ -9,14 +9,12 @@ width: the norm of the difference, relative to the norm of ours, the mean over m
     python benchmarks/muon.py [--widths 64 128 256] [--rounds 5] [--threads 1] [--device cuda]
 """
 
-import argparse
 import statistics
-import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from patching import processor, timed
+from contest import command_line, processor, seconds
 from torch import nn
 
 from align_circuits.training.bfloat16 import WidenedProducts
@@ -33,15 +31,10 @@ def matrices(width: int, device: str) -> list[nn.Parameter]:
     return found
 
 
-def seconds(optimizer: torch.optim.Optimizer, device: str, context: AbstractContextManager[Any]) -> float:
-    """Returns how long a step takes within a context: of processor time on one thread, else by the clock."""
+def of_a_step(optimizer: torch.optim.Optimizer, device: str, context: AbstractContextManager[Any]) -> float:
+    """Returns how long a step takes within a context."""
     with context:
-        if not device.startswith("cuda"):
-            return timed(optimizer.step)[0]
-        begin = time.perf_counter()
-        optimizer.step()
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
+        return seconds(optimizer.step, device)
 
 
 def difference(width: int, rank: int, device: str) -> float:
@@ -63,9 +56,8 @@ def difference(width: int, rank: int, device: str) -> float:
 
 def main() -> None:
     """Prints a row for each width."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
@@ -77,7 +69,7 @@ def main() -> None:
         ours = Muon(matrices(width, arguments.device), lr=1e-3)
         three = ((theirs, nullcontext()), (theirs, WidenedProducts()), (ours, nullcontext()))
         times = [
-            [seconds(optimizer, arguments.device, context) for optimizer, context in three]
+            [of_a_step(optimizer, arguments.device, context) for optimizer, context in three]
             for _ in range(arguments.rounds + 1)
         ][1:]
         cells = [f"{1000 * statistics.median(column):.1f}" for column in zip(*times, strict=True)]

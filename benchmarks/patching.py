@@ -18,24 +18,17 @@ With `--model smollm2` (or what else `load` takes) that model is patched instead
 Alignment Link (m = 5, c = 2, k = 15) with the query corrupted: the last 16 of 272 tokens.
 """
 
-import argparse
-import platform
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pandas as pd
 import torch
+from contest import Row, command_line, keep, random_llama, ratios, rows_of, timed
 from transformer_lens import patching
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table
 
 TASK = ac.Seq2SeqTask(x_len=13, phrase_len=1, n_examples=15)
 EDITED, HEADS = 28, 8
@@ -50,44 +43,11 @@ CASES = {
 """What a sweep is called, its layers, and whether all tokens are edited."""
 
 Metric = Callable[[torch.Tensor], torch.Tensor]
-Row = tuple[str, str, str, float, float, float, int]
-"""Sweep, contestant, measure; median, least and most of the rounds, and their number."""
 
 
-def network(layers: int, width: int, vocabulary: int = 64) -> LlamaForCausalLM:
-    """Returns the random Llama, its weights large enough that heads differ."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=11 * width // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
-        vocab_size=vocabulary,
-        max_position_embeddings=512,
-        initializer_range=width**-0.5,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def random_model(layers: int, width: int, vocabulary: int) -> Any:
+def random_model(layers: int, width: int, vocabulary: int = 64) -> Any:
     """Returns the random Llama as `load` does, with a tokenizer of characters."""
-    return ac.load(network(layers, width, vocabulary), tokenizer=char_tokenizer())
-
-
-def processor() -> str:
-    """Returns what the machine calls its processor."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
-
-
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Returns how long a call took, in seconds, and what it returned."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    started = clock()
-    result = run()
-    return clock() - started, result
+    return ac.load(random_llama(layers, width, HEADS, vocabulary=vocabulary), tokenizer=char_tokenizer())
 
 
 def compare(
@@ -154,30 +114,26 @@ def compare(
         }
         best = min(sizes, key=cost.__getitem__)
         mine()
-        rows = [(theirs(best), timed(mine)) for _ in range(rounds)]
-    apart = max(float((theirs[1].double() - own[1].double()).abs().max()) for theirs, own in rows)
+        rounds_of_both = [(theirs(best), timed(mine)) for _ in range(rounds)]
+    apart = max(float((theirs[1].double() - own[1].double()).abs().max()) for theirs, own in rounds_of_both)
     patched = f"TransformerLens ({len(some)} of {len(every)} heads)" if sample else "TransformerLens"
+    their_times, times = ([one[0] for one in contestant] for contestant in zip(*rounds_of_both, strict=True))
     measured = {
-        (patched, "seconds"): [theirs[0] for theirs, _ in rows],
-        ("patch_heads", "seconds"): [own[0] for _, own in rows],
-        ("patch_heads", "times as fast"): [theirs[0] / own[0] for theirs, own in rows],
+        (patched, "seconds"): their_times,
+        ("patch_heads", "seconds"): times,
+        ("patch_heads", "times as fast"): ratios(their_times, times),
         ("patch_heads", "furthest apart, nats"): [apart],
     }
-    found = [(name, *key, median(v), min(v), max(v), len(v)) for key, v in measured.items()]
-    for row in found:
-        print("{:50s} {:36s} {:22s} {:10.3g} [{:.3g}, {:.3g}], {} rounds".format(*row), flush=True)
-    return found
+    return rows_of(name, measured)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = command_line(__doc__, rounds=5, out=True)
     parser.add_argument("--width", default="128,256", help="one or more, separated by commas")
     parser.add_argument("--vocabulary", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--sample", type=int, default=0, help="heads that TransformerLens patches; 0 for all")
-    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
     parser.add_argument("--cases", default="8,16,whole")
     parser.add_argument("--model", help="what `load` takes, in place of the random Llamas")
     arguments = parser.parse_args()
@@ -188,18 +144,12 @@ if __name__ == "__main__":
         for title, depth, whole in [CASES[case]]
         for width in map(int, arguments.width.split(","))
     ]
-
+    about: dict[str, Any] = {"time": "of the processor" if arguments.threads == 1 else "on the clock"}
     if arguments.model:
         title = f"{arguments.model}, the last 16 of 272 tokens"
         sweeps = [(title, partial(ac.load, arguments.model), {"task": REAL_TASK, "last": 16})]
+        about |= {"width": "the model's", "cases": "", "vocabulary": "the model's"}
     lines: list[Row] = []
-    for title, made, about in sweeps:
-        lines += compare(title, made(), arguments.prompts, arguments.rounds, arguments.sample, **about)
-        if arguments.out:
-            columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
-            given = {name: value for name, value in vars(arguments).items() if name != "out"}
-            time_is = "of the processor" if arguments.threads == 1 else "on the clock"
-            settings = {**given, "processor": processor(), "time": time_is}
-            if arguments.model:  # which has all of these itself
-                settings = {**settings, "width": "the model's", "cases": "", "vocabulary": "the model's"}
-            Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
+    for title, made, how in sweeps:
+        lines += compare(title, made(), arguments.prompts, arguments.rounds, arguments.sample, **how)
+        keep(lines, arguments, **about)

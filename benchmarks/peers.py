@@ -17,25 +17,21 @@ It needs `pip install nnsight pyvene interpkit` beside this package; a package t
 interpkit wants rich-gradient, and the others what they name; none of them may replace torch or transformers.
 """
 
-import argparse
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
-from statistics import median
 from typing import Any
 
 import pandas as pd
 import torch
-from patching import REAL_TASK, TASK, network, processor, timed
+from contest import Row, command_line, keep, random_llama, ratios, rows_of, timed
+from patching import REAL_TASK, TASK, random_model
 from transformer_lens import patching
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import align_circuits as ac
 from align_circuits.models.smollm2 import converted_smollm2
-from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table
 
 LAYERS = 8
 Patched = Callable[[int, int], float]
@@ -197,9 +193,6 @@ PEERS = {
     "interpkit": with_interpkit,
 }
 
-Row = tuple[str, str, str, float, float, float, int]
-"""Sweep, contestant, measure; median, least and most of the rounds, and their number."""
-
 
 def compare(setting: Setting, peers: list[str], sample: int, rounds: int) -> list[Row]:
     """Prints what each contestant costs and how far their results lie apart, and returns it."""
@@ -220,32 +213,28 @@ def compare(setting: Setting, peers: list[str], sample: int, rounds: int) -> lis
                 seconds, values = timed(lambda patched=patched: [patched(*head) for head in some])
                 results[name] = torch.tensor(values).double() - before
                 times[name].append(once + seconds * len(every) / len(some))
-    rows = []
+    ours, own = results["align_circuits"], times["align_circuits"]
+    measured: dict[tuple[str, str], list[float]] = {}
     for name, seconds in times.items():
-        ratios = [theirs / own for theirs, own in zip(seconds, times["align_circuits"], strict=True)]
-        apart = float((results[name] - results["align_circuits"]).abs().max())
-        measures = {"seconds": seconds, "times our time": ratios, "furthest from ours, nats": [apart]}
-        rows += [(setting.name, name, measure, median(v), min(v), max(v), len(v)) for measure, v in measures.items()]
-    for row in rows:
-        print("{:52s} {:28s} {:26s} {:10.3g} [{:.3g}, {:.3g}], {} rounds".format(*row), flush=True)
-    return rows
+        measured[name, "seconds"] = seconds
+        measured[name, "times our time"] = ratios(seconds, own)
+        measured[name, "furthest from ours, nats"] = [float((results[name] - ours).abs().max())]
+    return rows_of(setting.name, measured)
 
 
 def networks(model: str | None, width: int) -> tuple[Any, Any, ac.Seq2SeqTask]:
     """Returns the weights as Hugging Face and as TransformerLens have them, and the task of the prompts."""
     if model is None:
-        return network(LAYERS, width), ac.load(network(LAYERS, width), tokenizer=char_tokenizer()), TASK
+        return random_llama(LAYERS, width), random_model(LAYERS, width), TASK
     hf = AutoModelForCausalLM.from_pretrained(converted_smollm2(), dtype=torch.float32).eval()
     return hf, ac.load(model), REAL_TASK
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = command_line(__doc__, rounds=5, out=True)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--sample", type=int, default=4)
     parser.add_argument("--model", choices=["smollm2"], help="in place of the random Llama")
-    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     versions = {}
@@ -259,9 +248,4 @@ if __name__ == "__main__":
     found: list[Row] = []
     for kind in ("query", "labels"):
         found += compare(Setting(*drawn, kind), [BY_HAND, *versions], arguments.sample, arguments.rounds)
-    if arguments.out:
-        width = "the model's" if arguments.model else arguments.width
-        about = {"width": width, "sample": arguments.sample, "model": arguments.model, "processor": processor()}
-        settings = {**about, "threads": 1, "peers": versions}
-        columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
-        Table(pd.DataFrame(found, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
+    keep(found, arguments, peers=versions, **({"width": "the model's"} if arguments.model else {}))

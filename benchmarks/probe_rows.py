@@ -9,16 +9,15 @@ the peak memory of scoring more and more prompts.
     python benchmarks/probe_rows.py [--rounds 7] [--prompts 12] [--batch 4] [--examples 14]
 """
 
-import argparse
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from contest import command_line, in_turn, random_llama, ratios
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
@@ -29,20 +28,10 @@ TASK = ac.Seq2SeqTask(x_len=8, phrase_len=4, n_examples=EXAMPLES)
 LENGTH, ROWS, LAYERS, HEADS = 42 * (EXAMPLES + 1), 32, 8, 8
 
 
-def network(attention: str) -> LlamaForCausalLM:
+def network(attention: str) -> Any:
     """Returns the random Llama."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
-        vocab_size=1000,
-        max_position_embeddings=LENGTH,
-        attn_implementation=attention,
-    )
-    return LlamaForCausalLM(config).eval()
+    more: dict[str, Any] = {"intermediate_size": 1536, "initializer_range": 0.02, "attn_implementation": attention}
+    return random_llama(LAYERS, 512, HEADS, vocabulary=1000, max_position_embeddings=LENGTH, **more)
 
 
 def prompts_of(count: int) -> ac.Prompts:
@@ -88,20 +77,15 @@ def compare(rounds: int, count: int, batch: int) -> None:
         ),
         "reference engine, rows reduced": lambda: reduced(bridge, prompts, "reference", batch),
     }
-    times: dict[str, list[float]] = {name: [] for name in contestants}
     with torch.no_grad():
-        for _ in range(rounds + 1):  # the first warms up
-            for name, run in contestants.items():
-                started = time.process_time()
-                run()
-                times[name].append(time.process_time() - started)
+        times = in_turn(contestants, rounds + 1)  # the first warms up
     first = next(iter(times.values()))
     print(
         f"{count} prompts of {LENGTH} tokens in batches of {batch}, {ROWS} rows each, one thread, "
         f"median of {rounds} rounds"
     )
     for name, seconds in times.items():
-        ratio = median(mine / base for mine, base in zip(seconds[1:], first[1:], strict=True))
+        ratio = median(ratios(seconds[1:], first[1:]))
         print(f"  {name:38s} {1000 * median(seconds[1:]):8.0f} ms   {ratio:5.2f}x")
 
 
@@ -133,8 +117,7 @@ def resident(field: str) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = command_line(__doc__, rounds=7)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--examples", type=int, default=EXAMPLES, help="in a prompt, of 42 tokens each")

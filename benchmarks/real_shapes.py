@@ -9,20 +9,17 @@ CPU, with Linux, by how much the process grows. On a CPU a small `--heads` and `
     python benchmarks/real_shapes.py [--shape 1b] [--device cuda] [--out FOLDER]
 """
 
-import argparse
 import ctypes
 import gc
 import importlib.util
-import platform
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pandas as pd
 import torch
-from patching import Row, processor, timed
+from contest import Row, command_line, in_turn, keep, ratios, rows_of, timed
 from probe_rows import resident
 from transformer_lens import patching
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -30,8 +27,6 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 import align_circuits as ac
 from align_circuits.hooks.attention import raw_attention
-from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table
 
 TASK = ac.Seq2SeqTask(x_len=8, phrase_len=4, n_examples=15)
 SHAPES = {
@@ -78,12 +73,10 @@ def measured(run: Callable[[], object], device: str) -> tuple[float, float]:
         before = resident("VmRSS")
         seconds, _ = timed(run)
         return seconds, (resident("VmHWM") - before) * 2**20 / 1e9
-    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, started = torch.cuda.memory_allocated(), time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started, (torch.cuda.max_memory_allocated() - before) / 1e9
+    before = torch.cuda.memory_allocated()
+    seconds, _ = timed(run, device)
+    return seconds, (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def with_nnsight(hf: LlamaForCausalLM, clean: Any, corrupted: Any, log_prob: Any) -> Callable[[list[Any]], None]:
@@ -111,8 +104,8 @@ def with_nnsight(hf: LlamaForCausalLM, clean: Any, corrupted: Any, log_prob: Any
 
 def compare(
     model: Any, peer: LlamaForCausalLM | None, prompts: int, heads: int, theirs: int, rounds: int, device: str
-) -> Iterator[Row]:
-    """Yields what each contestant costs."""
+) -> list[Row]:
+    """Prints and returns what each contestant costs."""
     clean = TASK.sample(prompts, model.tokenizer, references=False)
     corrupted = TASK.corrupt(clean, "query")
     every = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
@@ -155,36 +148,30 @@ def compare(
         inputs = [each.tokens.to(device) for each in (clean, corrupted)]
         run_peer, heads_of_peer = with_nnsight(peer, *inputs, log_prob), few.to_numpy().tolist()
         contestants[f"nnsight ({len(few)} of {len(every)} heads)"] = lambda: run_peer(heads_of_peer)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     with torch.no_grad():
         bare()  # warms up
-        for _ in range(rounds):
-            for name, run in contestants.items():
-                found[name].append(measured(run, device))
+        found = in_turn(contestants, rounds, partial(measured, device=device))
     length = int(clean.mask.sum(1).max())
     about = f"{model.cfg.n_layers} layers of width {model.cfg.d_model}, {prompts} prompts of {length} tokens"
     base = [seconds for seconds, _ in found["bare forward (SDPA)"]]
+    values: dict[tuple[str, str], list[float]] = {}
     for name, both in found.items():
-        seconds, peaks = zip(*both, strict=True)
-        values = {"seconds": seconds, "peak memory above the weights, GB": peaks}
+        values[name, "seconds"], values[name, "peak memory above the weights, GB"] = map(list, zip(*both, strict=True))
         if name == "score_heads":
-            values["times a bare forward"] = [mine / theirs for mine, theirs in zip(seconds, base, strict=True)]
-        for measure, v in values.items():
-            yield about, name, measure, median(v), min(v), max(v), len(v)
+            values[name, "times a bare forward"] = ratios(values[name, "seconds"], base)
+    return rows_of(about, values)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=5, out=True)
     parser.add_argument("--shape", choices=list(SHAPES), default="1b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--heads", type=int, default=1024, help="whose z is patched, all if there are no more")
     parser.add_argument("--theirs", type=int, default=8, help="heads that TransformerLens patches; 0 leaves it out")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", type=float, help="of a GPU, this many GB alone: the rest is taken at the start")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.memory:
@@ -193,25 +180,10 @@ if __name__ == "__main__":
     bridge = ac.load(network(arguments.shape, arguments.layers, arguments.device), tokenizer=tokenizer())
     weights = sum(weight.numel() * weight.element_size() for weight in bridge.original_model.parameters()) / 1e9
     print(f"{arguments.shape}: {weights:.2f} GB of weights")
-    lines = []
     peer = None
     if importlib.util.find_spec("nnsight") is None:
         print("nnsight: not run, since it is not installed")
     elif arguments.theirs:
         peer = network(arguments.shape, arguments.layers, arguments.device)  # the bridge has changed the other one
-    for row in compare(
-        bridge, peer, arguments.prompts, arguments.heads, arguments.theirs, arguments.rounds, arguments.device
-    ):
-        lines.append(row)
-        print("{:60s} {:34s} {:34s} {:10.3g} [{:.3g}, {:.3g}], {} rounds".format(*row), flush=True)
-    if arguments.out:
-        columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
-        machine = processor() if arguments.device == "cpu" else torch.cuda.get_device_name()
-        given = {name: value for name, value in vars(arguments).items() if name != "out"}
-        settings = {
-            **given,
-            "width": bridge.cfg.d_model,
-            "weights, GB": weights,
-            "processor": machine or platform.machine(),
-        }
-        Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
+    given = arguments.prompts, arguments.heads, arguments.theirs, arguments.rounds, arguments.device
+    keep(compare(bridge, peer, *given), arguments, **{"width": bridge.cfg.d_model, "weights, GB": weights})

@@ -10,7 +10,6 @@ Steps alternate, so that whatever else the machine does meets both; times are th
     python benchmarks/recall.py [--steps 7] [--out FOLDER]
 """
 
-import argparse
 import itertools
 import math
 import statistics
@@ -19,17 +18,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 import torch
-from patching import Row, processor
+from contest import Row, command_line, keep, ratios, rows_of
 from torch import Tensor, nn
 
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, next_token_loss
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.tables import Table
 from align_circuits.training.loop import train
 
 
@@ -115,23 +111,12 @@ def tokens_a_second(task: FactsTask | DemonstrationsTask, n: int, batches: int) 
     return statistics.median(rates)
 
 
-def rows_of(name: str, theirs: list[float], mine: list[float]) -> list[Row]:
-    """The rows of a table: of each contestant, and of the ratio from step to step."""
-    measured = {
-        ("plain loop", "seconds a step"): theirs,
-        ("train", "seconds a step"): mine,
-        ("train", "times the plain loop's steps a second"): [a / b for a, b in zip(theirs, mine, strict=True)],
-    }
-    return [(name, *key, statistics.median(v), min(v), max(v), len(v)) for key, v in measured.items()]
-
-
 def main() -> None:
     """Prints both."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, out=True)
     parser.add_argument("--steps", type=int, default=7, help="of each loop, on each kind of sequences")
     parser.add_argument("--batches", type=int, default=20, help="of each sampler")
     parser.add_argument("--sequences", nargs="*", help="which kinds, by their names in the table; all by default")
-    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the steps")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lines: list[Row] = []
@@ -141,20 +126,19 @@ def main() -> None:
         "ICL, N = 16": Stage(DemonstrationsTask(world), FINETUNING),
         "ICL+Grm, S_ft = 1..5": Stage(DemonstrationsTask(world, grammar_lens=(1, 5)), FINETUNING),
     }
-    print("64 sequences a batch   sampler, Mtokens/s  precision  plain, s/step  ours, s/step  ratio")
     for name in arguments.sequences or stages:
         stage = stages[name]
         rate = tokens_a_second(stage.task, stage.batch_size, arguments.batches)
+        print(f"{name}: the sampler makes {rate / 1e6:.1f} million tokens a second")
         for precision in ("fp32", "bf16"):
-            found = compare(replace(stage, train=replace(stage.train, precision=precision)), arguments.steps)
-            lines += (rows := rows_of(f"{name}, ours in {precision}", *found))
-            plain, ours, ratio = (row[3] for row in rows)
-            line = f"{name:22} {rate / 1e6:18.1f} {precision:>10} {plain:14.3f} {ours:13.3f} {ratio:6.2f}"
-            print(line, flush=True)
-    if arguments.out:
-        columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
-        settings = {"steps": arguments.steps, "width": 256, "threads": 1, "processor": processor()}
-        Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
+            theirs, mine = compare(replace(stage, train=replace(stage.train, precision=precision)), arguments.steps)
+            measured = {
+                ("plain loop", "seconds a step"): theirs,
+                ("train", "seconds a step"): mine,
+                ("train", "times the plain loop's steps a second"): ratios(theirs, mine),
+            }
+            lines += rows_of(f"{name}, ours in {precision}", measured)
+    keep(lines, arguments, width=256)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ GPT-2's attention is eager on both sides, since the fused one does not go throug
     python benchmarks/recall_seeds.py [--models GPT-2] [--members 6] [--steps 100] [--rounds 3] [--threads 2]
 """
 
-import argparse
 import multiprocessing
 import statistics
 import tempfile
@@ -27,7 +26,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from patching import processor, timed
+from contest import command_line, processor, spread, timed
+from ensembles import linear
 from recall import PlainGPT
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
@@ -70,15 +70,6 @@ class PlainAttention(nn.Module):
         scores = q @ k.mT + of_positions.gather(-1, distance.clamp(min=0).expand_as(of_positions))
         z = scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
         return self.out(z.transpose(1, 2).reshape(n, length, -1))
-
-
-def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Returns a layer that multiplies by a matrix from the right."""
-    layer = nn.Linear(*weight.shape, bias=bias is not None)
-    layer.weight.data = weight.detach().T.clone()
-    if bias is not None:
-        layer.bias.data = bias.detach().clone()
-    return layer
 
 
 def plain_gpt2(ours: Any) -> PlainGPT:
@@ -189,7 +180,7 @@ def our_loop(name: str, seed: int, steps: int) -> None:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Returns how long a call takes by the clock."""
+    """Returns how long a call takes by the clock: others run in processes of their own."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
@@ -226,8 +217,7 @@ def show(name: str, times: Sequence[Sequence[float]]) -> None:
     medians = "".join(f"{statistics.median(column):9.1f}" for column in zip(*times, strict=True))
     line = f"{name:48}{medians}"
     for ours in (1, 3):
-        ratios = sorted(row[0] / row[ours] for row in times)
-        line += f"   {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        line += f"   {spread([row[0] / row[ours] for row in times])}"
     print(line, flush=True)
 
 
@@ -307,11 +297,10 @@ def compare_gradients(name: str, seeds: Sequence[int], rounds: int) -> None:
 
 def main() -> None:
     """Prints the comparisons."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--members", type=int, default=6)
     parser.add_argument("--models", nargs="+", choices=("GPT-2", "attention-only"), default=("GPT-2", "attention-only"))
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="and as many processes")
     arguments = parser.parse_args()
     seeds = range(arguments.members)

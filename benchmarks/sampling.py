@@ -3,13 +3,12 @@
 Both draw m = 8, c = 4, k = 15 with new automata for every prompt, on one thread. Run: python benchmarks/sampling.py
 """
 
-import argparse
+import itertools
 import random
 import string
-import time
-from collections.abc import Callable
 
 import torch
+from contest import command_line, in_turn
 
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -48,34 +47,22 @@ def plain_prompt(rng: random.Random) -> str:
     return "\n".join(examples)
 
 
-def seconds(make: Callable[[int], object], seed: int) -> float:
-    """How long one call takes."""
-    start = time.perf_counter()
-    make(seed)
-    return time.perf_counter() - start
-
-
 def main() -> None:
     """Prints both rates and their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--n", type=int, default=512, help="prompts a run")
     parser.add_argument("--repeats", type=int, default=12)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
-    def plain(seed: int) -> object:
-        rng = random.Random(seed)
-        return [plain_prompt(rng) for _ in range(arguments.n)]
-
-    task = Seq2SeqTask(x_len=X_LEN, phrase_len=PHRASE_LEN, n_examples=N_EXAMPLES)
-    tokenizer = char_tokenizer()
-
-    def ours(seed: int) -> object:
-        return task.sample(arguments.n, tokenizer, seed, references=False)
-
-    # turn by turn, so that whatever else the machine does meets both; the best of each counts
-    times = [(seconds(plain, seed), seconds(ours, seed)) for seed in range(arguments.repeats)]
-    peer, own = (arguments.n / min(column) for column in zip(*times, strict=True))
+    task, tokenizer = Seq2SeqTask(x_len=X_LEN, phrase_len=PHRASE_LEN, n_examples=N_EXAMPLES), char_tokenizer()
+    rng, seeds = random.Random(0), itertools.count()
+    contestants = {
+        "plain": lambda: [plain_prompt(rng) for _ in range(arguments.n)],
+        "ours": lambda: task.sample(arguments.n, tokenizer, next(seeds), references=False),
+    }
+    # the best of each counts
+    peer, own = (arguments.n / min(times) for times in in_turn(contestants, arguments.repeats).values())
     print(f"plain Python, strings only:         {peer:9.0f} prompts/s")
     print(f"Seq2SeqTask.sample, ids and gold:   {own:9.0f} prompts/s")
     print(f"ratio:                              {own / peer:9.1f}")

@@ -15,23 +15,21 @@ it behind the share. The smallest circuits have fewer heads in a quarter than te
     python benchmarks/screening.py [--rounds 5] [--circuits 40] [--models smollm2] [--seeds 3] [--out FOLDER]
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from patching import HEADS, TASK, processor, random_model, timed
+from contest import Row, command_line, in_turn, keep, ratios, rows_of, show, timed
+from patching import HEADS, TASK, random_model
 from transformer_lens import patching
 
 import align_circuits as ac
 from align_circuits.hooks.edits import groups_of
 from align_circuits.models.planted.zoo import zoo_circuit
 from align_circuits.tables.intervals import binomial_interval, proportion, weighted_mean
-from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
 
 LAYERS, WIDTH = 8, 256
@@ -44,16 +42,13 @@ BEST, LEAST = 10, 0.01
 REAL_TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
 """For a model that is given."""
 
-Row = tuple[str, str, str, float, float, float, int]
-"""Sweep, contestant, measure; value, low, high and their number."""
-
 Contestant = Callable[[], tuple[float, torch.Tensor]]
 """Returns how long a sweep took, and the effects of some heads."""
 
 
 def speed(rounds: int, sample: int) -> Iterator[Row]:
     """Yields what each contestant takes in both sweeps."""
-    model = random_model(LAYERS, WIDTH, 64)
+    model = random_model(LAYERS, WIDTH)
     clean = TASK.sample(1, model.tokenizer, references=False)
     corrupted = TASK.corrupt(clean, "labels")
     first = int((clean.tokens != corrupted.tokens).any(0).nonzero()[0, 0])
@@ -96,13 +91,6 @@ def speed(rounds: int, sample: int) -> Iterator[Row]:
         each, values = timed(lambda: torch.stack([ablated(*head, means) for head in some]))
         return once + each * len(every) / len(some), values - before
 
-    def ours(run: Callable[[], Table]) -> tuple[float, torch.Tensor]:
-        seconds, table = timed(run)
-        if "estimated" in table.keys:
-            return seconds, torch.empty(0)
-        frame = table.where(kind="all", metric="log_prob").frame.set_index(["layer", "head"])["value"]
-        return seconds, torch.tensor(frame.loc[some].to_numpy())
-
     def contestants(ours: Callable[[float | None], Table], theirs: Contestant) -> dict[str, Contestant]:
         """Screened sweeps, a full one, and TransformerLens's."""
 
@@ -124,22 +112,19 @@ def speed(rounds: int, sample: int) -> Iterator[Row]:
         "mean ablations": contestants(lambda share: ac.ablate_heads(model, clean, screen=share), their_ablations),
     }
     for sweep, runs in sweeps.items():
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        results: dict[str, torch.Tensor] = {}
-        for _ in range(rounds):
-            for name, run in runs.items():
-                with torch.no_grad():
-                    spent, results[name] = run()
-                seconds[name].append(spent)
-        *_, full, theirs = results.values()
+        with torch.no_grad():
+            turns = in_turn(runs, rounds, lambda run: run())
+        *_, full, theirs = (turn[-1][1] for turn in turns.values())
         apart = float((full - theirs).abs().max())
         assert apart < 1e-4, f"{sweep}: {apart} nats apart"
+        times = {name: [spent for spent, _ in turn] for name, turn in turns.items()}
         compared = f"screened, {SHARE:.0%}"
-        for name, times in seconds.items():
-            yield sweep, name, "seconds", median(times), min(times), max(times), rounds
-            ratios = [other / own for other, own in zip(times, seconds[compared], strict=True)]
+        measured: dict[tuple[str, str], list[float]] = {}
+        for name, spent in times.items():
+            measured[name, "seconds"] = spent
             if name != compared:
-                yield sweep, name, f"times {compared}", median(ratios), min(ratios), max(ratios), rounds
+                measured[name, f"times {compared}"] = ratios(spent, times[compared])
+        yield from rows_of(sweep, measured)
 
 
 def ranks(table: Table) -> torch.Tensor:
@@ -185,7 +170,7 @@ def misses(models: str, draws: Iterator[tuple[Any, ac.Prompts, ac.Prompts]]) -> 
             found.setdefault(sweep, []).append(places)
             print(models, sweep, "ranks:", *(f"{place:.3f}" for place in places.tolist()), flush=True)
     for sweep, places in found.items():
-        yield from chances(f"{models}: {sweep}", [each for each in places if len(each)])
+        yield from show(chances(f"{models}: {sweep}", [each for each in places if len(each)]))
 
 
 def chances(sweep: str, places: list[torch.Tensor]) -> Iterator[Row]:
@@ -225,13 +210,11 @@ def prompts_of(name: str, seeds: int) -> Iterator[tuple[Any, ac.Prompts, ac.Prom
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = command_line(__doc__, rounds=5, out=True)
     parser.add_argument("--sample", type=int, default=8, help="heads that TransformerLens edits")
     parser.add_argument("--circuits", type=int, default=40)
     parser.add_argument("--models", default="", help="one or more, separated by commas")
     parser.add_argument("--seeds", type=int, default=3, help="sets of prompts for each of these")
-    parser.add_argument("--out", help="a folder for the table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [*speed(arguments.rounds, arguments.sample)] if arguments.rounds else []
@@ -239,9 +222,4 @@ if __name__ == "__main__":
         rows += misses(f"{arguments.circuits} planted circuits", circuits(arguments.circuits))
     for name in filter(None, arguments.models.split(",")):
         rows += misses(f"{name}, {arguments.seeds} sets of prompts", prompts_of(name, arguments.seeds))
-    for row in rows:
-        print("{:52s} {:36s} {:34s} {:8.3g} [{:.3g}, {:.3g}], n = {}".format(*row))
-    if arguments.out:
-        settings = {**vars(arguments), "processor": processor(), "threads": 1, "width": WIDTH}
-        columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
-        Table(pd.DataFrame(rows, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
+    keep(rows, arguments, width=WIDTH)

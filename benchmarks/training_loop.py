@@ -10,7 +10,6 @@ A step's time is the median over the steps of a run; the ratio is the median ove
     python benchmarks/training_loop.py [--steps 20] [--rounds 9] [--threads 1] [--device cuda] [--bfloat16]
 """
 
-import argparse
 import itertools
 import statistics
 import tempfile
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from contest import command_line, ratios, spread
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -93,9 +93,8 @@ def ours(device: str, steps: int, sample: Batches, out: str | None, precision: P
 
 def main() -> None:
     """Runs the rounds and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=9)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--bfloat16", action="store_true")
@@ -132,9 +131,8 @@ def main() -> None:
     print(f"{size:,} parameters, batch {BATCH} x {LENGTH}, {arguments.rounds} rounds of {steps} steps")
     print(f"{arguments.threads} threads, {device}, torch {torch.__version__}")
     for name, taken in seconds.items():
-        ratios = sorted(one / other for one, other in zip(seconds[PLAIN], taken, strict=True))
         speed = f"{name:32} {1 / statistics.median(taken):7.2f} steps/s"
-        print(f"{speed}   {statistics.median(ratios):.3f} times the plain loop ({ratios[0]:.3f} to {ratios[-1]:.3f})")
+        print(f"{speed}   {spread(ratios(seconds[PLAIN], taken), 3)} times the plain loop")
 
 
 if __name__ == "__main__":

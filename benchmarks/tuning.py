@@ -38,17 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contest import random_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import align_circuits as ac
 from align_circuits.models.loading import BUNDLED
@@ -61,18 +55,9 @@ TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=15)
 LR, R, ALPHA = 2e-4, 16, 8
 
 
-def llama(vocab: int) -> LlamaForCausalLM:
+def llama(vocab: int) -> Any:
     """Builds the same model every time."""
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        max_position_embeddings=512,
-    )
-    return LlamaForCausalLM(shape)
+    return random_llama(8, 512, key_heads=8, vocabulary=vocab, initializer_range=0.02).train()
 
 
 def prompts(steps: int) -> Any:

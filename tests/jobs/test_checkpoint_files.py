@@ -135,6 +135,11 @@ def test_told_to_stop_it_goes_on_from_the_last_row(tmp_path, uninterrupted, numb
     assert_ended_alike(tmp_path, uninterrupted)
 
 
+def recorded(begun):
+    """A sampler that notes which steps begin."""
+    return lambda step, seed: begun.append(step) or sample(step, seed)
+
+
 def test_on_a_full_disk_the_earlier_checkpoint_stands(tmp_path, monkeypatch):
     def full(tensors, path, metadata):
         if len(begun) == 12:
@@ -142,15 +147,11 @@ def test_on_a_full_disk_the_earlier_checkpoint_stands(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         original(tensors, path, metadata)
 
-    def recorded(step, seed):
-        begun.append(step)
-        return sample(step, seed)
-
     begun, original, config = [], checkpoint_files.save_file, TrainConfig(20, log_every=4)
     monkeypatch.setattr(checkpoint_files, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
-        quiet(network(), recorded, loss, config, out=tmp_path / "full" / "run", metrics=norms)
-    quiet(network(), recorded, loss, config, out=tmp_path / "full" / "run", metrics=norms)
+        quiet(network(), recorded(begun), loss, config, out=tmp_path / "full" / "run", metrics=norms)
+    quiet(network(), recorded(begun), loss, config, out=tmp_path / "full" / "run", metrics=norms)
     assert begun == [*range(1, 13), *range(9, 21)]
     quiet(network(), sample, loss, config, out=tmp_path / "whole" / "run", metrics=norms)
     assert_ended_alike(tmp_path / "full", tmp_path / "whole")
@@ -159,33 +160,28 @@ def test_on_a_full_disk_the_earlier_checkpoint_stands(tmp_path, monkeypatch):
 # --- going on within one process
 
 
-def failing(at):
+def failing(at, of=sample):
+    """A sampler that fails at a step."""
+
     def sample_until(step, seed):
         if step == at:
             raise InterruptedError
-        return sample(step, seed)
+        return of(step, seed)
 
     return sample_until
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "muon-fp32"])
 def test_a_llama_with_tied_embeddings_goes_on_to_the_bit(tmp_path, optimizer):
-    def until_stop(step, seed):
-        if step == stop:
-            raise InterruptedError
-        return tokens(step, seed)
-
     rest_lr = 1e-3 if optimizer.startswith("muon") else None
     config = TrainConfig(
         20, optimizer=optimizer, rest_lr=rest_lr, momentum=0.9, precision="bf16", schedule="linear", checkpoint_every=5
     )
-    stop, whole = None, llama()
-    quiet(whole, until_stop, next_token, config)
-    stop, broken = 8, llama()
+    whole, broken = llama(), llama()
+    quiet(whole, tokens, next_token, config)
     with pytest.raises(InterruptedError):
-        quiet(broken, until_stop, next_token, config, out=tmp_path)
-    stop = None
-    run = quiet(llama(), until_stop, next_token, config, out=tmp_path)
+        quiet(broken, failing(8, tokens), next_token, config, out=tmp_path)
+    run = quiet(llama(), tokens, next_token, config, out=tmp_path)
     assert same_weights(run.model, whole)
     assert not same_weights(broken, whole)
 
@@ -215,12 +211,7 @@ def test_metrics_that_failed_are_taken_again(tmp_path):
     with pytest.raises(InterruptedError):
         quiet(network(), sample, loss, config, out=tmp_path / "broken", metrics=failing_metrics)
     begun = []
-
-    def recorded(step, seed):
-        begun.append(step)
-        return sample(step, seed)
-
-    quiet(network(), recorded, loss, config, out=tmp_path / "broken", metrics=norms)
+    quiet(network(), recorded(begun), loss, config, out=tmp_path / "broken", metrics=norms)
     quiet(network(), sample, loss, config, out=tmp_path / "whole", metrics=norms)
     assert begun == [4, 5, 6, 7, 8]
     assert (tmp_path / "broken" / "log.csv").read_bytes() == (tmp_path / "whole" / "log.csv").read_bytes()

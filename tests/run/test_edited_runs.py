@@ -626,12 +626,26 @@ def test_of_the_other_run_as_much_is_kept_as_memory_should_hold(models, monkeypa
     assert list(map(set, captured)) == [set(names[:2]), set(names[2:])]
 
 
-@pytest.mark.parametrize("most", [2**28, 4000, 0])
-def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch):
-    """Whatever is kept, the numbers are those of sweeps alone; with room, the prompts run once."""
-    model, made = models("llama", torch.float64), []
-    run = replay.Replay.run.__func__
+@pytest.fixture
+def made(monkeypatch):
+    """Grows by one for each unedited run."""
+    run, made = replay.Replay.run.__func__, []
     monkeypatch.setattr(replay.Replay, "run", classmethod(lambda *a, **k: made.append(1) or run(*a, **k)))
+    return made
+
+
+def at_two_queries(model: Any, prompts: Prompts, edit_sets: Any, source: Prompts | None) -> Tensor:
+    """The logits of three prompts of 12 tokens, by replay."""
+    rows = [torch.arange(3).repeat_interleave(2), torch.tensor([8, 11] * 3)]
+    logits, ran = logits_of(model, prompts, edit_sets, rows, source=source)
+    assert ran == "replay"
+    return logits
+
+
+@pytest.mark.parametrize("most", [2**28, 4000, 0])
+def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch, made):
+    """Whatever is kept, the numbers are those of sweeps alone; with room, the prompts run once."""
+    model = models("llama", torch.float64)
     monkeypatch.setattr(unedited_runs, "NUMBERS_CACHED", most)
     prompts = Prompts.from_tokens(torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(1)))
     other = Prompts.from_tokens(torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(2)))
@@ -646,21 +660,7 @@ def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch
     ]
 
     def measured(edit_sets: Any) -> Tensor:
-        logits = torch.zeros(len(edit_sets), 6, 64, dtype=torch.float64)
-
-        def keep(index: int, rows: Tensor, values: Tensor) -> None:
-            logits[index, rows] = values
-
-        run_edited(
-            model,
-            prompts,
-            edit_sets,
-            prompt=torch.arange(3).repeat_interleave(2),
-            query=torch.tensor([8, 11] * 3),
-            on_logits=keep,
-            source=other,
-        )
-        return logits
+        return at_two_queries(model, prompts, edit_sets, other)
 
     alone = [measured(edit_sets) for edit_sets in sweeps]
     made.clear()
@@ -677,11 +677,9 @@ def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch
     assert len(made) == 1, "nothing is kept longer"
 
 
-def test_the_unedited_runs_that_were_used_last_are_kept(models, monkeypatch):
+def test_the_unedited_runs_that_were_used_last_are_kept(models, monkeypatch, made):
     """Two fit: a third takes the place of that which was not used for the longest time."""
-    model, made = models("llama", torch.float32), []
-    run = replay.Replay.run.__func__
-    monkeypatch.setattr(replay.Replay, "run", classmethod(lambda *a, **k: made.append(1) or run(*a, **k)))
+    model = models("llama", torch.float32)
     one_run = 3 * 12 * model.cfg.n_layers * (2 * model.cfg.d_model + 2 * model.cfg.n_key_value_heads * model.cfg.d_head)
     monkeypatch.setattr(unedited_runs, "NUMBERS_CACHED", 2 * one_run + 3 * 64)  # and the logits of one query
     batches = [
@@ -702,10 +700,8 @@ def test_the_unedited_runs_that_were_used_last_are_kept(models, monkeypatch):
 
 @pytest.mark.parametrize(("differs", "runs"), [(9, 1), (2, 2)], ids=["late", "early"])
 @pytest.mark.parametrize("padded", [0, 2], ids=["whole", "padded"])
-def test_runs_of_prompts_that_begin_alike_share_their_beginning(models, monkeypatch, differs, runs, padded):
-    model, made = models("llama", torch.float64), []
-    run = replay.Replay.run.__func__
-    monkeypatch.setattr(replay.Replay, "run", classmethod(lambda *a, **k: made.append(1) or run(*a, **k)))
+def test_runs_of_prompts_that_begin_alike_share_their_beginning(models, made, differs, runs, padded):
+    model = models("llama", torch.float64)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 64, (3, 12), generator=generator)
     others = torch.cat([tokens[:, :differs], torch.randint(3, 64, (3, 12 - differs), generator=generator)], 1)
@@ -715,22 +711,12 @@ def test_runs_of_prompts_that_begin_alike_share_their_beginning(models, monkeypa
     ablations: list[list[Edit]] = [[ac.Ablate([(layer, 1)], how="zero")] for layer in range(model.cfg.n_layers)]
     patches: list[list[Edit]] = [[ac.Patch([(layer, 0)])] for layer in range(model.cfg.n_layers)]
 
-    def measured(prompts: Prompts, edit_sets: Any, source: Prompts | None) -> Tensor:
-        logits, rows = torch.zeros(len(edit_sets), 6, 64, dtype=torch.float64), torch.arange(3).repeat_interleave(2)
-
-        def keep(index: int, rows: Tensor, values: Tensor) -> None:
-            logits[index, rows] = values
-
-        columns = torch.tensor([8, 11] * 3)
-        run_edited(model, prompts, edit_sets, prompt=rows, query=columns, on_logits=keep, source=source)
-        return logits
-
     sweeps = [(clean, ablations, None), (corrupted, patches, clean), (corrupted, [[], *ablations], None)]
-    alone = [measured(*sweep) for sweep in sweeps]
+    alone = [at_two_queries(model, *sweep) for sweep in sweeps]
     made.clear()
     with unedited_runs.shared_runs(model):
         for sweep, expected in zip(sweeps, alone, strict=True):
-            torch.testing.assert_close(measured(*sweep), expected, atol=1e-10, rtol=0)
+            torch.testing.assert_close(at_two_queries(model, *sweep), expected, atol=1e-10, rtol=0)
     assert len(made) == runs
 
 

@@ -56,12 +56,6 @@ def pair(model: Any) -> ac.Pair:
     return ac.Pair(clean, TASK.corrupt(clean, "query"))
 
 
-def sizes_of(pair: ac.Pair) -> PromptSizes:
-    last, targets = int(pair.clean.column("query_pos").max()) + 1, len(pair.clean.targets) // len(pair.clean)
-    first = int((pair.clean.tokens != pair.corrupted.tokens).any(0).nonzero()[0])
-    return PromptSizes(len(pair.clean), last, targets, last - first)
-
-
 @contextmanager
 def counting(model: Any) -> Iterator[Counter[str]]:
     """Counts the tokens that go through attention, MLPs and the unembedding."""
@@ -117,15 +111,15 @@ def test_the_formula_counts_what_runs(
 ):
     with counting(model) as counts:
         verb(model, pair)
-    sizes = sizes_of(pair)
+    sizes = PromptSizes.of(pair)
     # The engine of plain forward passes runs the token after the last prediction too, and the means need no logits.
     agree(counts, work(ModelShape.of(model), sizes), sizes.prompts * 3 + sizes.prompts * sizes.targets)
 
 
 def test_patching_from_the_first_example_on_costs_what_the_formula_says(model: Any, pair: ac.Pair):
     other = ac.Pair(pair.clean, TASK.corrupt(pair.clean, "labels"))
-    sizes = sizes_of(other)
-    assert sizes.changed > 2 * sizes_of(pair).changed
+    sizes = PromptSizes.of(other)
+    assert sizes.changed > 2 * PromptSizes.of(pair).changed
     with counting(model) as counts:
         ac.patch_heads(model, other)
     agree(counts, patch_work(ModelShape.of(model), sizes), 0)
@@ -133,7 +127,7 @@ def test_patching_from_the_first_example_on_costs_what_the_formula_says(model: A
 
 @pytest.mark.parametrize(("method", "steps"), [("atp", 1), ("ig_inputs", 4)])
 def test_attribution_runs_forward_and_back_in_each_step(model: Any, pair: ac.Pair, method: Any, steps: int):
-    shape, sizes = ModelShape.of(model), sizes_of(pair)
+    shape, sizes = ModelShape.of(model), PromptSizes.of(pair)
     ac.attribute_heads(
         model, pair, method=method, steps=steps
     )  # the first call also sees that changes reach the logits
@@ -144,7 +138,7 @@ def test_attribution_runs_forward_and_back_in_each_step(model: Any, pair: ac.Pai
 
 
 def test_attribution_of_edges_runs_the_mlps_twice(model: Any, pair: ac.Pair):
-    shape, sizes = ModelShape.of(model), sizes_of(pair)
+    shape, sizes = ModelShape.of(model), PromptSizes.of(pair)
     with counting(model) as counts:
         ac.attribute_edges(model, pair, method="eap_ig_inputs", steps=3)
     work = attribute_work(shape, sizes, 3, edges=True)
@@ -156,7 +150,7 @@ def test_attribution_of_edges_runs_the_mlps_twice(model: Any, pair: ac.Pair):
 
 
 def test_a_step_of_tuning_costs_two_passes(model: Any, pair: ac.Pair):
-    shape, sizes = ModelShape.of(model), sizes_of(pair)
+    shape, sizes = ModelShape.of(model), PromptSizes.of(pair)
     config = ac.TuneConfig(steps=4, batch=4, probe_every=2, probe_prompts=2)
     with counting(model) as counts:
         ac.tune(model, TASK, config, progress=False)
@@ -275,7 +269,7 @@ def test_adapters_read_and_write_queries_keys_and_values():
 def test_localize_is_the_sum_of_its_parts():
     model, task, n = ac.load("toy-llama"), ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=8), 20
     prompts = task.sample(n, model.tokenizer, references=False)
-    sizes = replace(sizes_of(ac.Pair(*task.pairs(prompts[n // 2 :], 0))), prompts=n)
+    sizes = replace(PromptSizes.of(ac.Pair(*task.pairs(prompts[n // 2 :], 0))), prompts=n)
     with counting(model) as counts:
         found = ac.localize(model, task, n=n, n_controls=3)
     whole = found.evidence.set_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
@@ -303,7 +297,7 @@ def test_sizes_check_their_arguments(sizes: Any):
 
 
 def test_works_add_up(model: Any, pair: ac.Pair):
-    shape, sizes = ModelShape.of(model), sizes_of(pair)
+    shape, sizes = ModelShape.of(model), PromptSizes.of(pair)
     one = forward_work(shape, sizes)
     assert (one + one).flops(shape) == (2 * one).flops(shape) == 2 * one.flops(shape)
     assert (3 * one).passes(shape, one) == pytest.approx(3)

@@ -16,9 +16,9 @@ from align_circuits.validation.redundant_circuits import (
     NOISE,
     ZERO,
     Assignment,
-    _Patterns,
     _Student,
     add_noise,
+    attention_of,
     dropped_outputs,
     gold_keys,
     noise_of,
@@ -113,12 +113,12 @@ def test_a_batch_leaves_one_copy_and_gives_the_backup_the_role_of_a_dropped_prim
 
 def test_attention_of_queries_and_keys_is_the_pattern(untrained):
     tokens = TASK.sample(2, untrained.tokenizer, seed=2).inputs
-    with _Patterns(untrained, untrained.assignment.decoys) as patterns:
+    with attention_of(untrained, untrained.assignment.decoys) as attention:
         untrained(tokens)
     _, cache = untrained.run_with_cache(tokens)
     for role, (layer, head) in untrained.assignment.decoys.items():
         pattern = cache[f"blocks.{layer}.attn.hook_pattern"][:, head]
-        assert torch.allclose(patterns.of(role), pattern, atol=1e-6)
+        assert torch.allclose(attention(role), pattern, atol=1e-6)
 
 
 def test_the_loss_asks_for_the_decoys_attention_and_the_answers_alone_without_hints(planted, untrained):
