@@ -146,6 +146,11 @@ def test_numbers_of_a_page_are_those_that_were_measured(kept_results, monkeypatc
     assert glued == {"lost": ".56 [.47, .65]", "method": "EAP"}
 
 
+def test_fig_10_stands_beside_its_own_steps(kept_results):
+    checks = kept_results.checked("icatune/fig10", kept_results.folder_of("icatune/fig10", "cpu"))
+    assert [check.published for check in checks][-2:] == ["near steps 430 and 470", "in higher layers"]
+
+
 def test_a_claim_without_a_cause_is_refused(kept_results, monkeypatch):
     monkeypatch.setattr(kept_results, "failing", lambda _: iter([("icatune/fig3", "cpu", "No such claim", "0")]))
     raised(LookupError, "0 causes for 'No such claim'", kept_results.why, "icatune")

@@ -89,7 +89,7 @@ SMALL = 1_000_000_000
 @checked
 @dataclass(frozen=True)
 class TuneConfig:
-    """How a model is tuned; the defaults are those of Agarwal and Sarawagi (2025), §4 and App. C, for 8B models.
+    """How a model is tuned; the defaults are those of Agarwal and Sarawagi (2025), §4 and App. D, for 8B models.
 
     `TuneConfig.preset("small")` has those for small models.
 

@@ -112,7 +112,8 @@ def measure(
     """Measures every member: accuracies, the loss in context, and the progress measures.
 
     `iwl_common` and `iwl_rare` are the in-weights accuracy on targets of the most frequent eighth of the classes and of
-    the less frequent half. NaN where there was no such target.
+    the less frequent half. NaN where there was no such target. Where frequencies are skewed they say too much of the
+    weights: the context often has the target's class (`task.Kind`).
 
     Args:
         net: An `ExemplarNet` or `InductionHead`.

@@ -16,7 +16,8 @@ from align_circuits.prompts.relations import IGNORE, Relation
 
 Kind = Literal["train", "iwl", "icl", "swap"]
 """Which sequences: `"train"`, as the task says; `"iwl"`, classes of items and target drawn independently, so that only
-the weights know the label; `"icl"`, novel classes, so that only the context does; `"swap"`, known classes whose labels
+the weights know the label, unless the context has the target's class by chance (at α = 1, N = 4 and K = 512 in an
+eighth of the sequences); `"icl"`, novel classes, so that only the context does; `"swap"`, known classes whose labels
 are the next ones (label + 1 mod L) throughout, scored against the swapped label."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -22,9 +22,9 @@ from align_circuits.papers.icatune.tuning_courses import (
     ABOVE_HISTORY,
     BEST_ALIGNER,
     FIRST,
-    ORDER,
     SHOWN,
     draw_course,
+    order,
     summarize_courses,
 )
 from align_circuits.papers.lab import Experiment, grids, seed_dots
@@ -97,7 +97,7 @@ def _check_emergence(table: Table) -> list[Check]:
             [
                 *_CLAIMS,
                 *([_GAIN_AT_FIRST] if "later" in set(arm.frame["kind"]) else []),  # phrases of one letter have none
-                *ORDER,
+                *order("near steps 85 and 110", "layers 17 to 19 above 14 to 16"),
                 *(ABRUPTNESS if "abruptness" in set(arm.frame["part"]) else []),  # not in older results
             ],
             arm,

@@ -28,7 +28,7 @@ from align_circuits.papers.icatune.tuned_models import (
     ended,
     tuned_study,
 )
-from align_circuits.papers.icatune.tuning_courses import FIRST, KEYS, ORDER, draw_course
+from align_circuits.papers.icatune.tuning_courses import FIRST, KEYS, draw_course, order
 from align_circuits.papers.lab import Experiment, Inputs, Rows, grids
 from align_circuits.papers.statistics import HIGH, Statistic, as_rows, grouped_over_seeds, rows
 from align_circuits.tables.provenance import Provenance
@@ -192,7 +192,7 @@ def _check_layers(table: Table) -> list[Claim | Check]:
         Claim("Early layers help more than high ones (first third minus last third)").at_least(
             0.05, gain(names[:third], names[-third:]), *even_and_odd
         ),
-        *checks_of(ORDER, table.where(arm=best)),
+        *checks_of(order("near steps 430 and 470", "in higher layers"), table.where(arm=best)),
     ]
 
 

@@ -59,16 +59,19 @@ LAYERS_APART = statistic(_layers_apart).at(condition="in distribution", of="best
 
 The best are those that give the right keys the most attention: by their share alone, many tie at 1."""
 
-ORDER = (
-    Claim(
-        "Alignment emerges before lookup, in the heads that are best at the end (share of seeds)",
-        "near steps 85 and 110",
-    ).at_least(0.5, before_in("align_query", "lookup"), before_in("lookup", "align_query"), "lookup before alignment"),
-    Claim(
-        "Lookup heads lie above aligners (layers between the best of each)", "layers 17 to 19 above 14 to 16"
-    ).at_least(1.0, *LAYERS_APART.beside("part", "after", "before"), "before tuning"),
-)
-"""Alignment comes before lookup, and below it."""
+
+def order(steps: str, layers: str) -> tuple[Claim, Claim]:
+    """Returns the claims that alignment comes before lookup, and below it, with what the paper has of a figure."""
+    return (
+        Claim(
+            "Alignment emerges before lookup, in the heads that are best at the end (share of seeds)", steps
+        ).at_least(
+            0.5, before_in("align_query", "lookup"), before_in("lookup", "align_query"), "lookup before alignment"
+        ),
+        Claim("Lookup heads lie above aligners (layers between the best of each)", layers).at_least(
+            1.0, *LAYERS_APART.beside("part", "after", "before"), "before tuning"
+        ),
+    )
 
 
 def at_the_end(course: Table) -> Table:

@@ -61,10 +61,13 @@ def test_novel_classes_are_none_of_the_world():
     assert counts.min() > 0
 
 
-def test_sequences_for_weights_have_independent_classes():
-    batch = Worlds([SMALL], [0]).batch(0, 4000, "iwl")
-    share = batch.right[0].float().mean().item()
-    assert share == pytest.approx(1 / 24, abs=4 * (1 / 24 / 16000) ** 0.5)
+@pytest.mark.parametrize(("zipf", "in_context"), [(0.0, 0.008), (1.0, 0.121)])  # `Kind` names the second
+def test_sequences_for_weights_have_independent_classes(zipf, in_context):
+    frequency = torch.arange(1, 517.0) ** -zipf
+    frequency /= frequency.sum()
+    assert (frequency * (1 - (1 - frequency) ** 4)).sum().item() == pytest.approx(in_context, abs=0.001)
+    batch = Worlds([replace(SMALL, n_classes=516, zipf=zipf)], [0]).batch(0, 8000, "iwl")
+    assert batch.right[0].any(1).float().mean().item() == pytest.approx(in_context, abs=4 * (in_context / 8000) ** 0.5)
 
 
 def test_the_zipf_exponent_acts_on_targets_of_bursty_sequences():

@@ -10,8 +10,10 @@ import pandas as pd
 import pytest
 import torch
 
+from align_circuits.papers.lab import Inputs
 from align_circuits.papers.recall.figures.figs_2_to_7_15_training import FIG2, FIG3, FIG4, FIG5, FIG6, FIG15
 from align_circuits.papers.recall.figures.figs_8_16_17_18_task_vectors import FIG8, FIG16, FIG17, FIG18, by_type
+from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import HEADS
 from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import FIG13, FIG14
 from align_circuits.papers.recall.figures.gpt2_models import SMOKE, Trainings, curves_study, finetuned, pretrained
 from align_circuits.papers.recall.metrics import MATCHES
@@ -207,6 +209,11 @@ def test_figures_share_the_pretraining_and_finish_it_once(tmp_path):
     assert finetuned(SMOKE, 0, "icl", tmp_path).log.equals(one.log)
     for mine, theirs in zip(first.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_heads_are_shown_of_the_first_seed_whatever_it_is():
+    jobs = HEADS.study.jobs(replace(HEADS.scales["smoke"], first_seed=3, seeds=2), Inputs({}, ""))
+    assert [(job.seed, job.config["shown"]) for job in jobs] == 2 * [(3, True), (4, False)]
 
 
 def test_a_size_follows_its_world():

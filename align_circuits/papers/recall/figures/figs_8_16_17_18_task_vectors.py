@@ -86,7 +86,7 @@ def measure_task_vectors(
     Returns:
         Rows keyed by stage (`"pt"`, `"ft"`) and metric: by demos `"exact"` (held-out query subjects); by demos, layer
         and site `"silhouette"` and `"shuffled"` (permuted types); with type and other `"cosine"` (as printed) and
-        `"cosine_apart"` (without k = k'); by beta, answer, queries and type `"rank"`.
+        `"cosine_apart"` (without k = k'); by beta, answer and queries `"rank"`.
     """
     made = gpt2.GPT2Setup.from_config(setup)
     models = {"pt": gpt2.model_of(setup, "pt", seed, trained), "ft": gpt2.model_of(setup, kind, seed, trained)}

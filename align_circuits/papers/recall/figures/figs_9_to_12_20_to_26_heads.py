@@ -17,7 +17,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
 from align_circuits.models.loading import chosen_device
 from align_circuits.papers.claims import Check, Claim
-from align_circuits.papers.lab import Experiment, Rows
+from align_circuits.papers.lab import Experiment, Inputs, Measurement, Rows
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
@@ -66,8 +66,11 @@ VALUES = ", among values"
 KEYS = ["positions", "seed", "stage", "sequences", "metric", "head", "what", "query", "key"]
 
 
-def measure_heads(*, seed: int, setup: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Trains one model in both stages and measures its heads before, between and after; the function of a job."""
+def measure_heads(*, seed: int, setup: Mapping[str, Any], shown: bool = True) -> list[dict[str, Any]]:
+    """Trains one model in both stages and measures its heads before, between and after; the function of a job.
+
+    All seeds have the facts of one world. Figures show the attention and the W_OV of the seed that is `shown`.
+    """
     made = AttentionOnlySetup(**setup)
     world = made.world()
     seen, held_out = world.split(made.n_seen, seed=seed)
@@ -91,7 +94,7 @@ def measure_heads(*, seed: int, setup: Mapping[str, Any]) -> list[dict[str, Any]
         of_stage = [row for sequences, prompts in probes.items() for row in measure(model, world, prompts, sequences)]
         of_stage += blocks(model, world)
         of_stage += localized(model, tasks if stage is None else own_tasks[name], made.n // 4)
-        if seed == 0:
+        if shown:
             of_stage += [row for which, prompts in probes.items() for row in attention_map(model, prompts[:1], which)]
             of_stage += weight_slices(model, world) if made.positions == "relative" else []
         rows += [{"stage": name, "n": made.n, **row} for row in of_stage]
@@ -223,6 +226,11 @@ def weight_slices(model: AttentionOnly, world: RecallWorld) -> list[dict[str, An
         {"metric": "slice", "head": head, "query": row, "key": column, "value": ov[head, row, column].item()}
         for head, row, column in np.ndindex(*ov.shape)
     ]
+
+
+def _jobs(config: AttentionOnlyModels, _: Inputs) -> list[Measurement]:
+    jobs = config.jobs(measure_heads)
+    return [replace(job, config={**job.config, "shown": job.seed == config.first_seed}) for job in jobs]
 
 
 def heads_table(_: AttentionOnlyModels, measurements: Rows) -> pd.DataFrame:
@@ -414,7 +422,7 @@ HEADS = Experiment(
             for setup, seeds in ((SMOKE, 1), (CPU_EIGHT_TYPES, 12), (PAPER, 6))
         ),
         paper_long=AttentionOnlyModels(PAPER_LONG, 40, BOTH_POSITIONS),  # see PAPER_LONG
-        jobs=lambda config, _: config.jobs(measure_heads),
+        jobs=_jobs,
         summarize=heads_table,
     ),
     _draw,
