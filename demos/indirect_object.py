@@ -31,7 +31,7 @@ print(f"this page was run with {model.cfg.model_name}: {model.cfg.n_layers} laye
 # ## Minimal pairs
 #
 # The first two names come in any order. In the corrupted text the other name is given a second time, so the other answer is right. All names have four letters and initials of
-# their own: a tokenizer of characters can take them too.
+# their own: a tokenizer of characters can take them too. Pairs with the same two names are one group: the corrupted text of one may be the clean text of the other.
 
 # %%
 names = ["Anna", "Carl", "Dave", "Emma", "Greg", "Jane", "Kate", "Lucy", "Mark", "Paul", "Ryan", "Tony"]
@@ -50,6 +50,7 @@ clean, corrupted = ac.Prompts.from_pairs(
     wrong=wrong,
     corrupted_answer=wrong,
     positions={"IO": [io for io, _ in rows], "S1": [(s, 0) for _, s in rows], "S2": [(s, 1) for _, s in rows]},
+    groups=["".join(sorted(row)) for row in rows],
 )
 pair = ac.Pair(clean, corrupted, metric="logit_diff", kind="first")
 

@@ -2,10 +2,12 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from refusals import refused
 
 from align_circuits.prompts.jsonl import SCHEMA, read_jsonl
@@ -49,6 +51,17 @@ def test_the_files_of_the_documentation_are_read(file, page):
 def test_the_documentation_has_every_key():
     page = (Path(__file__).parents[2] / "docs/your-own-data.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE) == list(SCHEMA.items())
+
+
+@pytest.mark.parametrize("source", ["docs/your-own-data.md", "demos/indirect_object.py"])
+def test_pairs_of_the_documentation_that_are_each_other_s_reverse_are_one_group(tmp_path, source):
+    page = (Path(__file__).parents[2] / source).read_text(encoding="utf-8").partition("pair = ac.Pair(")[0]
+    (tmp_path / "made.py").write_text(re.sub(r"\A.*ipython3\n", "", page, flags=re.DOTALL), encoding="utf-8")
+    made = runpy.run_path(str(tmp_path / "made.py"))
+    clean, end = made["clean"], int(made["clean"].positions["END"].max()) + 1
+    reverse = (clean.tokens[:, None, :end] == made["corrupted"].tokens[:, :end]).all(-1)
+    group = torch.arange(len(clean)) if clean.group is None else clean.group
+    assert not (reverse & (group[:, None] != group)).any()
 
 
 def test_every_key_is_read(file, char_tokenizer):
