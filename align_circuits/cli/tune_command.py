@@ -69,7 +69,7 @@ class Tune(PromptVerb):
         naming = self.heads and self.config.method == "ica"
         if self.prompts is not None or self.targets != "all":
             raise ValueError(
-                "--prompts and --targets are for a file, but this verb tunes on a task: give one of your own by --task, or "
+                "--prompts, --targets: this verb tunes on a task and no file; give one of your own by --task, or "
                 "call tune(model, prompts) in Python"
             )
         if naming and self.count < 8:
