@@ -69,7 +69,7 @@ ac.plots.attention(circuit, found.prompts[0], heads=[*found.heads("align_query")
 # ## A model that was trained
 #
 # The bundled Llama looks up in pre-aligned prompts, where the symbol stands before its phrase. There a lookup head *is* an induction head: what followed the symbol last time is the
-# phrase. So its heads have both names. To save time this call draws eight control sets, not twenty: no p-value of a verdict is below 1/9 then, and none can say "necessary".
+# phrase. So most of them have both names. To save time this call draws eight control sets, not twenty: no p-value of a verdict is below 1/9 then, and none can say "necessary".
 
 # %%
 llama = ac.load("toy-llama")
@@ -83,7 +83,7 @@ print(trained.summary)
 ac.plots.ablation(trained.evidence.set_ablations, "toy-llama, pre-aligned prompts")
 
 # %% [markdown]
-# Ablating as many other heads costs nearly as much: 16 heads are too large a part of 35 for any set to stand out. So read the roles one by one (gray marks). One of the previous-token heads does not attend to the token before where the model predicts, but where its output matters: the last line of the summary says so.
+# Ablating as many other heads can cost as much: 15 heads are too large a part of 35 for any set to stand out. So read the roles one by one (gray marks).
 #
 # One lookup head alone matters little, since others do the same work: the effects of single heads do not add up to the effect of the set. Read both.
 

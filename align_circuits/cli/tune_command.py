@@ -67,10 +67,10 @@ class Tune(PromptVerb):
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         naming = self.heads and self.config.method == "ica"
-        if self.prompts is not None:
+        if self.prompts is not None or self.targets != "all":
             raise ValueError(
-                "--prompts: this verb tunes on a task; give one of your own by --task, or call tune(model, prompts) in "
-                "Python"
+                "--prompts, --targets: this verb tunes on a task and no file; give one of your own by --task, or "
+                "call tune(model, prompts) in Python"
             )
         if naming and self.count < 8:
             raise ValueError(f"n={self.count}: give at least 8 prompts to choose heads and to test them, or --no-heads")
