@@ -274,8 +274,8 @@ def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str
     """
     largest = max((size for shape in shapes_in(folder) for size in shape), default=0)
     for name, value in _numbers_in(settings):  # such as ranks: matrices would be built before they are compared
-        # These give no matrix its size: scales, seeds, names of keys, and numbers of layers.
-        if value > largest and not re.search("alpha|seed|key|indices|layers_to|token", name):
+        # These give no matrix its size: scales, seeds, names of keys, numbers of layers, and schedules.
+        if value > largest and not re.search("alpha|seed|key|indic|layers_to|token|tinit|final|warm|delta|step", name):
             raise ValueError(
                 f"the adapter in {str(folder)!r} says {name}={value:,}, but its weights have at most {largest} rows or "
                 "columns: download the folder again, or correct adapter_config.json"

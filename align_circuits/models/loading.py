@@ -177,6 +177,8 @@ def load(
         model: Any = _read(path, dtype, target, device_map, quantization)
         if device_map is None:
             model = model.to(target)
+        if revision is not None:
+            model.revision = revision  # an adapter of the model names it beside the model
         name = path if is_gguf(path) else name  # an adapter of the model refers to the file
         return bridge_around(model, _tokenizer(tokenizer, path, Path(str(model.name_or_path))), name=str(name))
     if hasattr(source, "active_peft_config"):
@@ -413,20 +415,18 @@ def _read_adapter(
             f"the adapter in {str(folder)!r} is an adapter of itself, or of more than {MOST_ADAPTERS} adapters: name "
             "the model that it was trained on as base_model_name_or_path in adapter_config.json"
         )
-
     check_safetensors(folder, "adapter_model.safetensors")  # beside any other, PEFT would open adapter_model.bin
     settings = settings_in(folder, "adapter_config.json")
     base_name = settings.get("base_model_name_or_path")
     if not isinstance(base_name, str) or not base_name:
-        raise ValueError(
-            f"the adapter in {str(folder)!r} does not name its base model: load the base, then a PeftModel"
-        )
+        raise ValueError(f"the adapter in {str(folder)!r} does not name its base model: load that, then a PeftModel")
     if base_name in BUNDLED:
         dtype, base = dtype or torch.float32, BUNDLED[base_name]()
     else:
         base = folder / base_name if is_path(base_name) and (folder / base_name).is_dir() else base_name
     _check_inside(settings)
-    plain_model = _read(_place(base), dtype, device, above=[*above, folder.resolve()])
+    revision = str(settings.get("revision") or "main")
+    plain_model = _read(_place(base, revision), dtype, device, above=[*above, folder.resolve()])
     check_adapter(folder, settings, (name for name, _ in plain_model.named_modules()))
     embedding = plain_model.get_input_embeddings()
     name = next(name for name, module in plain_model.named_modules() if module is embedding)
@@ -451,9 +451,15 @@ def _read_adapter(
                 "download the folder again"
             ) from error
     plain = _without_peft(model)
+    # Read once more, since PEFT leaves out what fits nowhere, and only this call says so. Embeddings it saves twice.
+    unread = model.load_adapter(str(folder), "default", torch_device="cpu").unexpected_keys
+    if lost := [name for name in unread if ".modules_to_save." not in name]:
+        raise ValueError(
+            f"{len(lost)} tensors of the adapter in {str(folder)!r} have no place in its base model {str(base_name)!r},"
+            f" such as {lost[0]!r}: correct base_model_name_or_path and target_modules in adapter_config.json"
+        )
     is_fused = any(hasattr(module, "base_layer") for name, module in plain.named_modules() if name.endswith(FUSED))
-    # A bridge splits copies of the base's weights. An adapter of an adapter would take its place: PEFT calls both
-    # "default".
+    # A bridge splits copies of the base's weights. PEFT would call an adapter and that of an adapter both "default".
     return model.merge_and_unload() if is_fused or above else plain
 
 

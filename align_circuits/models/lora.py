@@ -150,6 +150,7 @@ def with_adapter(
         lora_alpha=alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=dropout,
         task_type="CAUSAL_LM",  # pyright: ignore[reportArgumentType]
+        revision=getattr(model, "revision", None),
         target_modules=sorted(short if are_all else chosen),
         # GPT-2's Conv1D has its weight transposed.
         fan_in_fan_out=isinstance(adapted[0], Conv1D),

@@ -50,7 +50,7 @@ class Task(ABC):
         Args:
             n: How many prompts.
             tokenizer: The tokenizer of the model that will read them; None for tasks that make token ids themselves.
-            seed: Which prompts.
+            seed: Which prompts, from 0 to 2**63 - 1.
         """
 
     def corrupt(self, prompts: Prompts, *, seed: int = 0) -> Prompts:

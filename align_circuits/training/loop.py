@@ -204,7 +204,8 @@ def train(
 
     run = _Graph(backward, device) if graph else backward
     alone = one_thread_at_a_time(lambda: [*bridges.parts_of(model), torch.default_generator])
-    with alone, ExitStack() as stack:
+    # With gradients, also where the caller has switched them off, as at the top of many notebooks.
+    with alone, torch.enable_grad(), ExitStack() as stack:
         first_step, log = 0, []
         loss_sum = grad_norm = math.nan  # at step 0 there is neither
         folder, settings = None, {}

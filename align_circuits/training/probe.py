@@ -28,7 +28,8 @@ PROBED = ("align_query", "align_key", "lookup")
 """The head metrics that every probe measures."""
 
 LEAST_DEFINED = 0.5
-"""The least share of prompts in which a head's score must be defined: by two of a hundred it would be the best one."""
+"""Of the prompts in which some head has a score, the least share in which a head's must be defined: by two of a hundred
+it would be the best one."""
 
 COLUMNS = ("value", "weight")
 
@@ -112,7 +113,9 @@ class Probe:
 def _measured(prompts: Prompts, both: OnePass) -> tuple[pd.DataFrame, dict[str, ndarray]]:
     """The keys of a probe's rows on some prompts, and for each row and prompt value and weight."""
     heads, value, weight = both.scores.measured()
-    weight = np.where((weight > 0).mean(1, keepdims=True) < LEAST_DEFINED, 0, weight)
+    defined = pd.DataFrame(weight > 0)
+    n_asked = defined.groupby(heads["metric"].to_numpy()).transform("any").sum(axis=1)  # not all have each relation
+    weight = np.where((defined.sum(axis=1) < LEAST_DEFINED * n_asked).to_numpy()[:, None], 0, weight)
     heads = heads.assign(kind="all", offset=ALL_OFFSETS)
     model_keys, means, counts = summarize_targets(prompts, both.values, both.targets.names)
     metric = model_keys["predictor"].where(model_keys["predictor"] != "model", model_keys["metric"])
@@ -137,6 +140,6 @@ def _summary(
             summary |= {prefix + kind: float(mean[rows][0])} if rows.any() else {}
         for metric in scored:
             rows = (selected & (keys["metric"] == metric) & (keys["level"] == "head")).to_numpy()
-            # Scores that are undefined in all prompts do not hide the best of the others.
-            summary |= {prefix + metric: float(np.nanmax(mean[rows], initial=0))} if rows.any() else {}
+            # `fmax`: scores that are undefined in all prompts do not hide the best of the others.
+            summary |= {prefix + metric: float(np.fmax.reduce(mean[rows]))} if rows.any() else {}
     return summary

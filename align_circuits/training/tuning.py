@@ -300,7 +300,8 @@ def tune(
             their queries and keys nothing. Relations of a task cover the test example alone.
         seed: Fixes the adapter, the training prompts, the finite dataset and the probes.
         out: The folder for results and checkpoints; None keeps nothing. The results are moved in together, at the end.
-            The adapter names what the model was loaded from as its base: save weights that you changed, and load those.
+            The adapter names what `load` was given as its base, with the revision: save weights that you changed, or
+            read from a revision by yourself, and load those.
         state: The folder for checkpoints and probes, from which a killed run goes on, if it is not `out`.
         progress: Whether to draw a progress bar.
 

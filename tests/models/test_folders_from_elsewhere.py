@@ -17,7 +17,7 @@ from refusals import refused
 
 import align_circuits as ac
 from align_circuits.jobs.checkpoint_files import NAME
-from align_circuits.models.folder_checks import _tensors_in
+from align_circuits.models.folder_checks import _tensors_in, check_adapter
 from align_circuits.models.gguf_files import read_gguf
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import Table
@@ -155,6 +155,10 @@ def test_a_spiteful_adapter_is_refused_in_time(adapter, settings, message, monke
     started = time.monotonic()
     refused(message, ac.load, adapter)
     assert time.monotonic() - started < 5
+
+
+def test_a_schedule_is_no_size(adapter):
+    check_adapter(adapter, {"tinit": 200, "tfinal": 300, "deltaT": 100, "total_step": 900}, ())  # AdaLoRA's
 
 
 def test_an_index_names_safetensors_of_its_folder_alone(folder, tmp_path, mark):

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
@@ -275,9 +276,19 @@ def test_an_adapter_with_tokens_of_its_own_extends_its_base(random_hf_model, tmp
 def test_adapter_that_would_be_lost_in_silence(folders, random_hf_model, tmp_path):
     lora(type(random_hf_model("llama")).from_pretrained(folders["llama"])).save_pretrained(tmp_path)
     weights = tmp_path / "adapter_model.safetensors"
-    inside = ".self_attn._original_component."
-    save_file({name.replace(".self_attn.", inside): value for name, value in load_file(weights).items()}, weights)
+    inside, saved = ".self_attn._original_component.", load_file(weights)
+    save_file({name.replace(".layers.1", ".layers.9"): value + 0 for name, value in saved.items()} | saved, weights)
+    refused(r"6 tensors of the adapter in .* have no place in its base .*\.layers\.9\.", load, tmp_path)
+    save_file({name.replace(".self_attn.", inside): value for name, value in saved.items()}, weights)
     refused("its tensors have other names", load, tmp_path)
+
+
+def test_an_adapter_names_the_revision_of_its_base(random_hf_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    random_hf_model("llama").save_pretrained(tmp_path / "models--an--llm" / "snapshots" / (commit := "b" * 40))
+    prompts, config = ac.Prompts.from_tokens(TOKENS.tolist() * 3), ac.TuneConfig(steps=1)
+    run = ac.tune(load("an/llm", revision=commit), prompts, config, out=tmp_path / "run", progress=False)
+    computes(load(tmp_path / "run" / "adapter"), logits(run.model))
 
 
 @pytest.mark.parametrize(("name", "fused"), [("gpt2", "c_attn"), ("gpt_neox", "query_key_value")])

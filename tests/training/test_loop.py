@@ -144,7 +144,9 @@ def test_training_mode_and_frozen_parameters_stay():
     model = network().eval()
     first = model[0].requires_grad_(False)
     before = first.state_dict()["weight"].clone()
-    quiet(model, sample, loss, TrainConfig(steps=3))
+    with torch.no_grad():
+        quiet(model, sample, loss, TrainConfig(steps=3))
+        assert not torch.is_grad_enabled()
     assert not model.training
     assert torch.equal(before, first.state_dict()["weight"])
 

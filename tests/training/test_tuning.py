@@ -594,16 +594,18 @@ def test_what_teaches_nothing_or_two_tokens_at_once_is_refused(llama, char_token
 
 def test_a_head_whose_score_few_prompts_define_has_none(monkeypatch):
     """Else a head that attends to a candidate in one prompt of many would be the best by this one."""
-    heads = pd.DataFrame({"metric": "lookup", "level": "head", "layer": 0, "head": [0, 1]})
-    value, weight = np.array([[0.2, 0.3, 0.1, 0.2], [1.0, 0, 0, 0]]), np.array([[1.0, 1, 0, 1], [1.0, 0, 0, 0]])
+    heads = pd.DataFrame({"metric": ["lookup", "lookup", "rare"], "level": "head", "layer": 0, "head": [0, 1, 0]})
+    value = np.array([[0.2, 0.3, 0.1, 0.2], [1.0, 0, 0, 0], [0.4, 0, 0, 0]])
+    weight = np.array([[1.0, 1, 0, 1], [1.0, 0, 0, 0], [1.0, 0, 0, 0]])
     scores, ones = SimpleNamespace(measured=lambda: (heads, value, weight)), np.ones((1, 4))
     both: Any = SimpleNamespace(scores=scores, values=None, targets=SimpleNamespace(names=()))
     of_model = pd.DataFrame({"metric": ["accuracy"], "kind": "first", "predictor": "model"})
     monkeypatch.setattr(probe, "summarize_targets", lambda *_: (of_model, ones, ones))
     keys, numbers = probe._measured(ac.Prompts, both)  # pyright: ignore[reportArgumentType]
-    assert (numbers["weight"] > 0).sum(1).tolist() == [3, 0, 4]
-    summary = probe._summary(keys.assign(ood=False), numbers["value"], numbers["weight"], ["lookup"])
-    assert summary == {"first": 1.0, "lookup": pytest.approx(0.7 / 3)}
+    assert (numbers["weight"] > 0).sum(1).tolist() == [3, 0, 1, 4]
+    summary = probe._summary(keys.assign(ood=False), numbers["value"], numbers["weight"], ["lookup", "rare"])
+    assert summary == {"first": 1.0, "lookup": pytest.approx(0.7 / 3), "rare": 0.4}
+    assert np.isnan(probe._summary(keys.assign(ood=False), numbers["value"], np.zeros((4, 4)), ["lookup"])["lookup"])
 
 
 def test_figures_without_the_values_of_a_head(llama, char_tokenizer):
