@@ -22,7 +22,7 @@ from align_circuits.heads.localization_rows import formatted, named_head_rows, v
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.head_names import describe
 from align_circuits.jobs.folders import replacing_in
-from align_circuits.prompts.token_html import Html, rendered
+from align_circuits.prompts.token_html import Html, rendered, several
 from align_circuits.report import plots
 from align_circuits.report.attention_view import AttentionView
 from align_circuits.report.page import Content, Section, legend_of, write_report
@@ -115,7 +115,8 @@ def baselines_in_words(localization: Localization) -> dict[str, str]:
 def _sections(localization: Localization) -> Iterator[Section]:
     drawn, attention = figures(localization), attention_of(localization)
     rows, heads = sum(map(len, localization.heads_by_role.values())), len(localization.named_heads)
-    count = f"{heads} heads{', some of them for several roles' * (rows > heads)}" if heads else "No head is named"
+    some = ", some of them for several roles" * (rows > heads)
+    count = several(heads, "head") + some if heads else "No head is named"
     table = re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
     control = _part("control", "control" in set(localization.table.frame["metric"]))
     limit = _smallest_p(localization)
@@ -269,8 +270,9 @@ def _found(localization: Localization) -> list[str]:
     if {*localization.elsewhere} & {*roles.get("previous", ())}:
         apart = ", and as many of the previous-token heads that are scored where their output matters"
     return [
-        f"{len(needed.heads)} of {needed.total} heads are named: {named}. Each passed its tests on prompts that had no "
-        f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names should be false{apart}.",
+        f"{len(needed.heads)} of {needed.total} heads {'is' if len(needed.heads) == 1 else 'are'} named: {named}. Each "
+        f"passed its tests on prompts that had no part in choosing it; at most {100 * localization.thresholds.fdr:g}% "
+        f"of such names should be false{apart}.",
         f"{localization.accuracy} Without the named heads accuracy is {_number(needed)}"
         f"{_because(needed, 'the model needs them')}.{single}",
         f"With all other heads ablated accuracy is {_number(enough)}{_because(enough, 'the named ones suffice')}.",
@@ -362,7 +364,7 @@ def interchange_table(verdicts: pd.DataFrame) -> Html:
     rows = []
     for row in pd.concat([verdicts.loc[verdicts["patched"] != HEAD], single]).to_dict("records"):
         name = {"named": "all named heads"}.get(row["patched"], row["patched"])
-        controls = f"{row['n_controls']:.0f} random sets {row['controls']:.2f} at most, p = {row['p']:.2g}"
+        controls = f"{several(int(row['n_controls']), 'random set')} {row['controls']:.2f} at most, p = {row['p']:.2g}"
         rows.append(
             {
                 "patched": describe([(int(row["layer"]), int(row["head"]))]) if name == HEAD else name,

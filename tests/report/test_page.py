@@ -316,9 +316,10 @@ def test_headings_that_differ_in_signs_alone_have_figures_of_their_own(written):
 
 def test_a_table_says_once_what_is_the_same_in_all_rows(written):
     frame = pd.DataFrame(
-        {"level": "head", "head": [0, 1], "site": "<z>", "value": 0.5, "low": 0.5, "high": 0.5, "n": 4}
+        {"level": "head", "head": [0, None], "site": "<z>", "value": 0.5, "low": 0.5, "high": 0.5, "n": 4}
     )
     page = written(("a", "", Table(frame, MADE))).read_text(encoding="utf-8")
+    assert re.findall("<tr>\\s*<td>(.*?)</td>", page) == ["0", "–"], "what is missing has one sign, which sorts last"
     assert "<p>In all rows: level head, site &lt;z&gt;.</p>" in page
     assert re.findall("<th>(.*?)</th>", page) == ["head", "value", "low", "high", "n"], "numbers stay"
     alone = written(("a", "", Table(frame.head(1), MADE))).read_text(encoding="utf-8")
@@ -404,11 +405,11 @@ def test_a_long_table_shows_its_first_rows_and_says_so(written):
 
 
 def test_the_card_names_model_task_seed_and_command(written):
-    model = {"name": "m<1>", "n_layers": 2, "n_heads": 3, "dtype": "float32", "device": "cpu"}
+    model = {"name": "m<1>", "n_layers": 1, "n_heads": 3, "dtype": "float32", "device": "cpu"}
     made = replace(MADE, model=model, data={"task": {"name": "seq2seq", "seed": 5}}, settings={"seed": 7})
     page = written(provenance=made, facts={"command": "a --b c"})
     assert re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page.read_text(encoding="utf-8")) == [
-        ("Model", "m&lt;1&gt; (2 layers of 3 heads, float32, cpu)"),
+        ("Model", "m&lt;1&gt; (1 layer of 3 heads, float32, cpu)"),
         ("Task", "seq2seq"),
         ("Seed", "7"),
         ("Command", "<code>a --b c</code>"),
