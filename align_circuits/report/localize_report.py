@@ -33,6 +33,9 @@ from align_circuits.tables.tables import FILES, PER_PROMPT, Table
 MAX_HEADS = 12
 """Heads in the attention widget at most; the best of each role come first."""
 
+MAX_CELLS = 250_000
+"""Cells of all heads in the attention widget at most, or prompts of hundreds of tokens would take more than a page."""
+
 MAX_SINGLE = 5
 """Single heads in the table of interchange interventions at most, the best ones."""
 
@@ -145,13 +148,12 @@ def _sections(localization: Localization) -> Iterator[Section]:
     yield _section("Effects of single heads", effects, estimates=estimates)
     if (interchanges := localization.interchange_verdicts) is not None and len(interchanges):
         yield _section("Interchange interventions", interchange_table(interchanges))
-    if attention is not None:
-        yield _section("Attention on the test example", attention)
+    if heads:
+        yield _section("Attention on the test example", attention or "")
     pair, prompt = localization.evidence.example.pair, localization.prompts[0]
-    drawings = list(_drawings(localization, attention)) if attention is not None else []
-    caption = _part("drawings", drawings)
     shown, heading = (prompt, "A prompt") if pair is None else (pair, "A pair of prompts")
-    yield _section(heading, [Html(shown.to_html()), *drawings], legend=legend_of(shown), drawings=caption)
+    drawings = [Html(shown.to_html()), *(_drawings(localization, attention) if attention is not None else ())]
+    yield _section(heading, drawings, legend=legend_of(shown), drawings=_part("drawings", drawings[1:]))
     aligners, texts = bool({*ALIGNERS} & {*localization.task.roles}), _TEXTS["thresholds"]
     texts = {**texts, "score": texts["score_aligners"]} if aligners else texts
     thresholds = [(texts[name], f"{value:g}") for name, value in asdict(localization.thresholds).items()]
@@ -353,9 +355,8 @@ def unnamed_table(localization: Localization) -> Html:
         for unnamed in localization.unnamed
     ]
     shown, more = _table(rows[:MAX_UNNAMED], "wrapped"), rows[MAX_UNNAMED:]
-    if not more:
-        return shown
-    return Html(f"{shown}<details><summary>{len(more)} more</summary>{_table(more, 'wrapped')}</details>")
+    folded = f"<details><summary>{len(more)} more</summary>{_table(more, 'wrapped')}</details>" if more else ""
+    return Html(f"{shown}{folded}")
 
 
 def interchange_table(verdicts: pd.DataFrame) -> Html:
@@ -394,12 +395,12 @@ def redundant_table(localization: Localization) -> Html:
 
 
 def attention_of(localization: Localization) -> AttentionView | None:
-    """Returns the attention of the named heads on the first prompt, at most `MAX_HEADS`; None if there are none."""
-    by_role, patterns = localization.heads_by_role.values(), localization.evidence.example.attention
-    ranks = range(max(map(len, by_role), default=0))
-    ordered = dict.fromkeys(heads[rank] for rank in ranks for heads in by_role if rank < len(heads))
-    shown = {head: patterns[head] for head in list(ordered)[:MAX_HEADS]}
-    return AttentionView(localization.prompts[0], localization.evidence.example.positions, shown) if shown else None
+    """Returns the attention of the best named heads on the first prompt; None if there are none, or too many tokens."""
+    by_role, example = localization.heads_by_role.values(), localization.evidence.example
+    ordered = dict.fromkeys(heads[rank] for rank in range(MAX_HEADS) for heads in by_role if rank < len(heads))
+    most = min(MAX_HEADS, MAX_CELLS // max(1, len(example.positions)) ** 2)
+    shown = {head: example.attention[head] for head in list(ordered)[:most]}
+    return AttentionView(localization.prompts[0], example.positions, shown) if shown else None
 
 
 def named_heads(localization: Localization) -> Html:
@@ -427,6 +428,5 @@ def _drawings(localization: Localization, attention: AttentionView) -> Iterator[
         relation = attention.prompt.relations.get(role)
         queries = set() if relation is None else set(relation.query.tolist())
         if heads and heads[0] in attention.rows and queries & set(attention.positions):
-            heading = Markup("<h3>{}, {}: {}</h3>")
-            yield Html(heading.format(describe(heads[:1]), role, localization.task.roles[role]))
+            yield Html(Markup("<h3>{}, {}: {}</h3>").format(describe(heads[:1]), role, localization.task.roles[role]))
             yield attention.to_html(heads[0], role)
