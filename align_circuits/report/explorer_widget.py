@@ -102,7 +102,7 @@ class Explorer(AnyWidget):
             head, query = head_of(self.head), relation.query[row : row + 1]
             attention = attention_from(self._model, prompt, [head], query, self._options)
             drawing = AttentionView(prompt, query.tolist(), attention).to_html(head, self.relation, row=row)
-        aligned = prompt.is_aligned and self.relation in ("align_query", "align_key", "lookup")
+        aligned = self.relation in ("align_query", "align_key", "lookup")
         page = rendered(
             "report/templates/explorer.html",
             prompt=Html(prompt.to_html(relation=None if aligned else self.relation)),

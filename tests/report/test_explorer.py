@@ -129,7 +129,6 @@ def test_it_draws_a_relation_of_the_users_own(planted):
     prompts = replace(prompts, relations=three)
     explorer = ac.explore(model, prompts.with_relations(mine=own))
     assert explorer.choices["relations"] == ["mine", *three]
-    assert "Relation: lookup" in ac.explore(model, prompts.with_relations(lookup=own)).shown, "no alignment is known"
     assert prompts.with_relations(mine=own).to_html(0, relation="mine") in explorer.shown
     assert "Relation: mine" in explorer.shown and "of its attention is on the framed keys" in explorer.shown
     explorer.prompt = 1
