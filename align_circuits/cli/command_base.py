@@ -26,6 +26,7 @@ from align_circuits.models.planted.planted_model import planted_circuit
 from align_circuits.models.quantization import Quantization
 from align_circuits.prompts.jsonl import read_jsonl
 from align_circuits.prompts.prompts import WRONG, Prompts
+from align_circuits.prompts.token_html import several
 from align_circuits.report import plots
 from align_circuits.report.page import Section, TooLarge, write_report
 from align_circuits.report.plots.figure_parts import kinds_of
@@ -362,12 +363,8 @@ def _with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def counted(prompts: Prompts, noun: str = "prompt", rest: str = "") -> str:
     """Returns how many prompts there are, and groups of related ones, over which intervals are."""
-    in_groups = "" if prompts.group is None else f" in {_several(prompts.n_groups, 'group')}"
-    return f"{_several(len(prompts), noun)}{rest}{in_groups}"
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
+    in_groups = "" if prompts.group is None else f" in {several(prompts.n_groups, 'group')}"
+    return f"{several(len(prompts), noun)}{rest}{in_groups}"
 
 
 def _is_first(targets: pd.DataFrame) -> Any:
@@ -437,6 +434,11 @@ def accuracy_sections(table: Table, note: str = "", heading: str = "Accuracy") -
     """Returns the figure of accuracy as a section; none where it would be a single dot, which the summary says."""
     places: Any = distinct(table).where(metric="accuracy").frame["offset"]
     return [(heading, note, plots.accuracy(table))] if places.isna().sum() > 1 else []
+
+
+def intervals_over(table: Table) -> str:
+    """Returns what the intervals of a table are over, in words; of a single prompt, that there are none."""
+    return f"95% intervals over {table.unit}" if table.frame["low"].notna().any() else "no intervals: take more prompts"
 
 
 def distinct(table: Table) -> Table:

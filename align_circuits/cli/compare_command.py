@@ -58,12 +58,12 @@ class Compare(Verb):
             summary = " ".join([*_agreement(table, *tables), *_in_one_alone(table, *tables)])
         else:
             alone = {name: len(run) - len(table) for name, run in zip("AB", tables, strict=True)}
-            left_out = "".join(f" {count} more are in {name} alone." for name, count in alone.items() if count)
+            left_out = "".join(f" In {name} alone: {count} more." for name, count in alone.items() if count)
             summary = f"{len(table) - len(differing)} of {len(table)} numbers are equal in A and B.{left_out}"
             if has_intervals:
                 low, high = (table.frame[end].to_numpy(dtype=float) for end in ("low", "high"))
                 apart = np.count_nonzero((low > 0) | (high < 0))
-                summary += f" Of {apart} differences the interval leaves out 0."
+                summary += f" Differences whose interval leaves out 0: {apart}."
         for name, run, measured in zip("AB", runs, tables, strict=True):
             if estimates := len(run) - len(measured):
                 summary += f" {estimates} of {len(run)} numbers of {name} are estimates of a screen, and left out."

@@ -24,6 +24,7 @@ from align_circuits.jobs.files import inside, is_path, replacing
 from align_circuits.jobs.identity import told
 from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.models.folder_checks import settings_in
+from align_circuits.prompts.token_html import several
 from align_circuits.report.page import Section
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import VALUES, Table
@@ -81,8 +82,8 @@ class Each(Verb):
             text = (Path(run["folder"]) / OUTPUT).read_text(encoding="utf-8")
             print(f"== {_name(run)}: {run['folder']}\n{text}")
         verb = self.command[0]
-        summary = f"{verb} for {len(runs)} runs: {', '.join(map(_name, runs))}."
-        self.finish(results, table, title=f"{verb}: {len(runs)} runs", summary=summary, sections=sections)
+        summary = f"{verb} for {several(len(runs), 'run')}: {', '.join(map(_name, runs))}."
+        self.finish(results, table, title=f"{verb}: {several(len(runs), 'run')}", summary=summary, sections=sections)
 
     def runs(self, folder: Path) -> Iterator[dict[str, Any]]:
         """Yields what is run, as the arguments of `run_once`."""

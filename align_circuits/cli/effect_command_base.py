@@ -250,7 +250,7 @@ def best_of(table: Table, metric: str) -> str:
     low, high = table.frame[["low", "high"]].to_numpy(dtype=float).T
     intervals = int((high - low > least_size).sum())
     by_chance = round((1 - COVERAGE) * intervals)
-    chance = f" (of {intervals} intervals some {by_chance} leave out 0 by chance alone)" if by_chance else ""
+    chance = f" (about {by_chance} of {intervals} intervals would leave out 0 by chance alone)" if by_chance else ""
     more = f". Smaller: {smaller} more" if smaller else ""
     told = (", ".join(map(head_value, best)) or none) + against + more
     return told + (chance if best or others else "") + (larger if unclear else "")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from align_circuits.cli.command_base import PromptVerb, accuracy_sections, counted, distinct, interval
+from align_circuits.cli.command_base import PromptVerb, accuracy_sections, counted, distinct, interval, intervals_over
 from align_circuits.cli.folders import Results
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import answers, evaluate
@@ -48,12 +48,9 @@ class Evaluate(PromptVerb):
             told = unsolved(row, 0.5, prompts.n_groups, table.unit)
             summary += f". Between right and wrong answer it is right in {interval(row)} of cases (a guess: 0.50)"
             summary += f": {told}" * bool(told)
-        print(f"{self.model}: {counted(prompts)}; 95% intervals over {table.unit}\n\n{summary}.\n")
+        print(f"{self.model}: {counted(prompts)}; {intervals_over(table)}\n\n{summary}.\n")
         print(_readable(shown))
-        sections: list[Section] = [
-            *accuracy_sections(table),
-            ("All numbers", f"With 95% intervals over {table.unit}.", shown),
-        ]
+        sections: list[Section] = [*accuracy_sections(table), ("All numbers", f"With {intervals_over(table)}.", shown)]
         if self.prompts is not None or self.own_task is not None:
             answered: Any = answers(model, prompts, options=self.options)
             before = [

@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from align_circuits.cli.command_base import METRICS, PromptVerb, accuracy_sections, counted, first_token, head_value
+from align_circuits.cli.command_base import (
+    METRICS,
+    PromptVerb,
+    accuracy_sections,
+    counted,
+    first_token,
+    head_value,
+    intervals_over,
+)
 from align_circuits.cli.folders import Results
 from align_circuits.heads.candidates import chance_of, position_notes
 from align_circuits.heads.one_pass import score_and_evaluate
@@ -62,7 +70,7 @@ class Score(PromptVerb):
             f"{table.provenance.engine} engine"
         )
         width = max(12, *map(len, best))
-        print(f"\n  {'metric':<{width}} best heads (95% interval over {table.unit}{'; planted role' if roles else ''})")
+        print(f"\n  {'metric':<{width}} best heads ({intervals_over(table)}{'; planted role' if roles else ''})")
         for metric, rows in best.items():
             heads = "   ".join(head_value(row, roles) for _, row in rows.iterrows())
             print(f"  {metric:<{width}} {heads or 'no head scores above 0'}")
@@ -72,9 +80,7 @@ class Score(PromptVerb):
         task = self.source if self.prompts is None else as_task(prompts)
         right = f"{task.target_name} is correct in {first_token(accuracy)} of cases."
         references = [name for name in dict.fromkeys(accuracy.frame["predictor"]) if name != "model"]
-        note = (
-            f"With 95% intervals over {table.unit}, beside references: {', '.join(references)}." if references else ""
-        )
+        beside = f"With {intervals_over(accuracy)}, beside references: {', '.join(references)}."
         self.finish(
             results,
             table,
@@ -88,16 +94,17 @@ class Score(PromptVerb):
             ),
             roles=task.roles,
             sections=[
-                *accuracy_sections(accuracy, note),
+                *accuracy_sections(accuracy, beside * bool(references)),
                 (
                     "The best heads",
-                    f"The highest scores, with 95% intervals over {table.unit}{of_attending}.",
+                    f"The highest scores, with {intervals_over(table)}{of_attending}.",
                     plots.top_heads(_attending(table, of_metric), metrics),
                 ),
                 (
                     "All heads",
                     "The scores of all heads, also of those that pay the keys next to nothing of their attention: such "
-                    "a score is a share of little. Tap or hover for one and its interval.",
+                    "a score is a share of little. Grey: no attention to any candidate. Tap or hover for one and its "
+                    "interval.",
                     plots.head_maps(table, metrics),
                 ),
                 ("A prompt", legend_of(prompts), prompts.to_html(0)),

@@ -212,8 +212,8 @@ class Localization:
         redundant heads, what the task cannot tell.
         """
         diffuse = [
-            f"Aligned but diffuse ({role}): {describe(heads)} pass every other test with less than "
-            f"{self.thresholds.attention:g} of their attention on the aligned symbol."
+            f"Aligned but diffuse ({role}): {describe(heads)}, with less than {self.thresholds.attention:g} of all "
+            "attention on the aligned symbol; every other test is passed."
             for role, heads in self.diffuse_aligners.items()
             if heads
         ]

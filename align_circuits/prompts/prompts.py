@@ -40,7 +40,7 @@ from align_circuits.prompts.texts import (
     warn_of_equal,
     warn_of_far_pairs,
 )
-from align_circuits.prompts.token_html import Mark, draw_tokens
+from align_circuits.prompts.token_html import Mark, draw_tokens, several
 
 TARGET_COLUMNS = ("prompt", "query_pos", "target_pos", "token", "phrase", "offset", "kind")
 """The columns that every table of targets has, in order."""
@@ -186,7 +186,9 @@ class Prompts:
         if self.inputs.is_floating_point():  # vectors have no text
             return html.escape(repr(self))
         drawings = [self.to_html(index) for index in range(min(len(self), 3))]
-        return "<hr>".join(drawings) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
+        return "<hr>".join(drawings) + (
+            "" if len(self) <= 3 else f"<div>… and {several(len(self) - 3, 'more prompt')}</div>"
+        )
 
     @property
     def of_one_length(self) -> bool:

@@ -88,6 +88,11 @@ def readable(text: str) -> str:
     return printable(text).replace("\n", "↵").replace(" ", "") or "␣"
 
 
+def several(count: int, noun: str) -> str:
+    """Returns a number and a noun, in the plural unless there is one."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 _TEMPLATES = Environment(
     loader=PackageLoader("align_circuits", ""),
     autoescape=True,

@@ -15,7 +15,7 @@ from align_circuits.hooks.head_names import Head, HeadLike, describe, head_of, h
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
-from align_circuits.prompts.token_html import Html, Mark, draw_tokens, readable, rendered
+from align_circuits.prompts.token_html import Html, Mark, draw_tokens, readable, rendered, several
 from align_circuits.run.options import RunOptions
 
 EARLIER = "…"
@@ -151,7 +151,7 @@ class AttentionView:
         share = sum(weights[key] for key in keys)
         caption = f"{describe([head])} from the underlined token: {share:.2f} of its attention is on the framed keys."
         if left_out := len(lines) - len(kept):
-            caption += f" {left_out} examples without keys and attention are left out."
+            caption += f" Left out: {several(left_out, 'example')} without keys and attention."
         return draw_tokens(kept, caption)
 
     def _relation(self, name: str) -> Relation:

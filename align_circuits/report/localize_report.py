@@ -22,7 +22,7 @@ from align_circuits.heads.localization_rows import formatted, named_head_rows, v
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.head_names import describe
 from align_circuits.jobs.folders import replacing_in
-from align_circuits.prompts.token_html import Html, rendered
+from align_circuits.prompts.token_html import Html, rendered, several
 from align_circuits.report import plots
 from align_circuits.report.attention_view import AttentionView
 from align_circuits.report.page import Content, Section, legend_of, write_report
@@ -32,6 +32,9 @@ from align_circuits.tables.tables import FILES, PER_PROMPT, Table
 
 MAX_HEADS = 12
 """Heads in the attention widget at most; the best of each role come first."""
+
+MAX_CELLS = 250_000
+"""Cells of all heads in the attention widget at most, or prompts of hundreds of tokens would take more than a page."""
 
 MAX_SINGLE = 5
 """Single heads in the table of interchange interventions at most, the best ones."""
@@ -115,7 +118,8 @@ def baselines_in_words(localization: Localization) -> dict[str, str]:
 def _sections(localization: Localization) -> Iterator[Section]:
     drawn, attention = figures(localization), attention_of(localization)
     rows, heads = sum(map(len, localization.heads_by_role.values())), len(localization.named_heads)
-    count = f"{heads} heads{', some of them for several roles' * (rows > heads)}" if heads else "No head is named"
+    some = ", some of them for several roles" * (rows > heads)
+    count = several(heads, "head") + some if heads else "No head is named"
     table = re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
     control = _part("control", "control" in set(localization.table.frame["metric"]))
     limit = _smallest_p(localization)
@@ -144,13 +148,12 @@ def _sections(localization: Localization) -> Iterator[Section]:
     yield _section("Effects of single heads", effects, estimates=estimates)
     if (interchanges := localization.interchange_verdicts) is not None and len(interchanges):
         yield _section("Interchange interventions", interchange_table(interchanges))
-    if attention is not None:
-        yield _section("Attention on the test example", attention)
+    if heads:
+        yield _section("Attention on the test example", attention or "")
     pair, prompt = localization.evidence.example.pair, localization.prompts[0]
-    drawings = list(_drawings(localization, attention)) if attention is not None else []
-    caption = _part("drawings", drawings)
     shown, heading = (prompt, "A prompt") if pair is None else (pair, "A pair of prompts")
-    yield _section(heading, [Html(shown.to_html()), *drawings], legend=legend_of(shown), drawings=caption)
+    drawings = [Html(shown.to_html()), *(_drawings(localization, attention) if attention is not None else ())]
+    yield _section(heading, drawings, legend=legend_of(shown), drawings=_part("drawings", drawings[1:]))
     aligners, texts = bool({*ALIGNERS} & {*localization.task.roles}), _TEXTS["thresholds"]
     texts = {**texts, "score": texts["score_aligners"]} if aligners else texts
     thresholds = [(texts[name], f"{value:g}") for name, value in asdict(localization.thresholds).items()]
@@ -269,8 +272,9 @@ def _found(localization: Localization) -> list[str]:
     if {*localization.elsewhere} & {*roles.get("previous", ())}:
         apart = ", and as many of the previous-token heads that are scored where their output matters"
     return [
-        f"{len(needed.heads)} of {needed.total} heads are named: {named}. Each passed its tests on prompts that had no "
-        f"part in choosing it; at most {localization.thresholds.fdr:.0%} of such names should be false{apart}.",
+        f"{len(needed.heads)} of {needed.total} heads {'is' if len(needed.heads) == 1 else 'are'} named: {named}. Each "
+        f"passed its tests on prompts that had no part in choosing it; at most {100 * localization.thresholds.fdr:g}% "
+        f"of such names should be false{apart}.",
         f"{localization.accuracy} Without the named heads accuracy is {_number(needed)}"
         f"{_because(needed, 'the model needs them')}.{single}",
         f"With all other heads ablated accuracy is {_number(enough)}{_because(enough, 'the named ones suffice')}.",
@@ -351,9 +355,8 @@ def unnamed_table(localization: Localization) -> Html:
         for unnamed in localization.unnamed
     ]
     shown, more = _table(rows[:MAX_UNNAMED], "wrapped"), rows[MAX_UNNAMED:]
-    if not more:
-        return shown
-    return Html(f"{shown}<details><summary>{len(more)} more</summary>{_table(more, 'wrapped')}</details>")
+    folded = f"<details><summary>{len(more)} more</summary>{_table(more, 'wrapped')}</details>" if more else ""
+    return Html(f"{shown}{folded}")
 
 
 def interchange_table(verdicts: pd.DataFrame) -> Html:
@@ -362,7 +365,7 @@ def interchange_table(verdicts: pd.DataFrame) -> Html:
     rows = []
     for row in pd.concat([verdicts.loc[verdicts["patched"] != HEAD], single]).to_dict("records"):
         name = {"named": "all named heads"}.get(row["patched"], row["patched"])
-        controls = f"{row['n_controls']:.0f} random sets {row['controls']:.2f} at most, p = {row['p']:.2g}"
+        controls = f"{several(int(row['n_controls']), 'random set')} {row['controls']:.2f} at most, p = {row['p']:.2g}"
         rows.append(
             {
                 "patched": describe([(int(row["layer"]), int(row["head"]))]) if name == HEAD else name,
@@ -392,12 +395,12 @@ def redundant_table(localization: Localization) -> Html:
 
 
 def attention_of(localization: Localization) -> AttentionView | None:
-    """Returns the attention of the named heads on the first prompt, at most `MAX_HEADS`; None if there are none."""
-    by_role, patterns = localization.heads_by_role.values(), localization.evidence.example.attention
-    ranks = range(max(map(len, by_role), default=0))
-    ordered = dict.fromkeys(heads[rank] for rank in ranks for heads in by_role if rank < len(heads))
-    shown = {head: patterns[head] for head in list(ordered)[:MAX_HEADS]}
-    return AttentionView(localization.prompts[0], localization.evidence.example.positions, shown) if shown else None
+    """Returns the attention of the best named heads on the first prompt; None if there are none, or too many tokens."""
+    by_role, example = localization.heads_by_role.values(), localization.evidence.example
+    ordered = dict.fromkeys(heads[rank] for rank in range(MAX_HEADS) for heads in by_role if rank < len(heads))
+    most = min(MAX_HEADS, MAX_CELLS // max(1, len(example.positions)) ** 2)
+    shown = {head: example.attention[head] for head in list(ordered)[:most]}
+    return AttentionView(localization.prompts[0], example.positions, shown) if shown else None
 
 
 def named_heads(localization: Localization) -> Html:
@@ -425,6 +428,5 @@ def _drawings(localization: Localization, attention: AttentionView) -> Iterator[
         relation = attention.prompt.relations.get(role)
         queries = set() if relation is None else set(relation.query.tolist())
         if heads and heads[0] in attention.rows and queries & set(attention.positions):
-            heading = Markup("<h3>{}, {}: {}</h3>")
-            yield Html(heading.format(describe(heads[:1]), role, localization.task.roles[role]))
+            yield Html(Markup("<h3>{}, {}: {}</h3>").format(describe(heads[:1]), role, localization.task.roles[role]))
             yield attention.to_html(heads[0], role)

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from align_circuits.jobs.files import replacing
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.prompts.token_html import Html, rendered
+from align_circuits.prompts.token_html import Html, rendered, several
 from align_circuits.report.attention_view import AttentionView, circuitsvis_script
 from align_circuits.report.definitions import Definitions
 from align_circuits.run.pairs import Pair
@@ -109,10 +109,11 @@ def _known(provenance: Provenance) -> dict[str, str]:
     model, task = provenance.model, provenance.data.get("task") or {}
     task = task if isinstance(task, Mapping) else {"name": task}
     known = {"n_layers", "n_heads", "dtype", "device"} <= model.keys()
-    sizes = " ({n_layers} layers of {n_heads} heads, {dtype}, {device})" if known else ""
+    counts = [several(model[f"n_{part}s"], part) for part in ("layer", "head") if known]
+    sizes = " ({} of {}, {dtype}, {device})".format(*counts, **model) if known else ""
     seed = provenance.settings.get("seed", task.get("seed"))
     return {
-        "model": str(model.get("name", "")) + sizes.format(**model),
+        "model": str(model.get("name", "")) + sizes,
         "task": "" if task.get("name") == "tokens" else str(task.get("name", "")),
         "seed": "" if seed is None else str(seed),
     }
@@ -165,8 +166,8 @@ def _drawn(content: Content, name: str, heading: str, note: str) -> Html:
         same = [key for key in content.keys if key in frame and len(frame) > 1 and len(frame[key].unique()) == 1]
         in_all = ", ".join(f"{key} {frame[key].iloc[0]}" for key in same)
         frame = frame.drop(columns=same)
-        whole = frame.select_dtypes("Int64")  # whose missing numbers `na_rep` does not reach
-        frame = frame.assign(**whole.astype(object).where(whole.notna(), None))
+        keys = frame.select_dtypes(exclude="float")  # of whose missing values `na_rep` reaches NaN alone
+        frame = frame.assign(**keys.astype(object).where(keys.notna(), float("nan")))
         rows = frame.head(MAX_ROWS).to_html(index=False, float_format=_decimals, na_rep="–", border=0)
         lines = re.sub(r"\n *", "\n", rows)
         said = Markup("<p>In all rows: {}.</p>").format(in_all) if same else ""

@@ -649,7 +649,7 @@ def test_groups_and_warnings_of_a_file_stand_in_what_is_printed_and_in_the_repor
     file.write_text("\n".join(map(json.dumps, lines)))
     for verb, said in (
         ("evaluate", "toy-llama: 8 prompts in 4 groups; 95% intervals over groups"),
-        ("score", "best heads (95% interval over groups)"),
+        ("score", "best heads (95% intervals over groups)"),
         (
             "ablate",
             "8 prompts in 4 groups, ablation to mean over all tokens that a prediction reads, BOS left out, change",
@@ -788,7 +788,7 @@ def test_larger_effects_in_the_other_direction_are_named():
     many = pd.concat([frame.assign(layer=layer) for layer in range(5)])
     nothing = many.assign(layer=many["layer"] + 5, value=0.0, low=0.0, high=0.0)  # as before the first changed token
     of_many = effect_command_base.best_of(Table(pd.concat([many, nothing]), Provenance("patch")), "a")
-    assert ". Smaller: 29 more (of 40 intervals some 2 leave out 0 by chance alone)" in of_many
+    assert ". Smaller: 29 more (about 2 of 40 intervals would leave out 0 by chance alone)" in of_many
 
 
 def test_evaluate_takes_texts_without_answers_and_tells_each_place_once(tmp_path, ran):

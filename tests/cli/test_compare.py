@@ -48,8 +48,8 @@ def test_other_prompts_give_an_interval_of_independent_prompts_and_equal_rows_ar
     run(values[0], tmp_path / "a")
     run(values[0][:2], tmp_path / "b", digest="e", heads=HEADS[:2])
     printed = ran(beside(tmp_path))
-    assert "2 of 2 numbers are equal in A and B. 1 more are in A alone." in printed
-    assert "Of 0 differences the interval leaves out 0." in printed and "largest differences" not in printed
+    assert "2 of 2 numbers are equal in A and B. In A alone: 1 more." in printed
+    assert "Differences whose interval leaves out 0: 0." in printed and "largest differences" not in printed
     page = (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
     assert "Numbers that differ" not in page
     made: Any = Table.load(tmp_path / "both").frame
@@ -196,7 +196,7 @@ def test_of_a_screened_run_what_was_measured_is_compared(values, tmp_path, ran):
     run(values[0], tmp_path / "a", verb="ablate", heads=HEADS.assign(estimated=[False, True, False]))
     run(values[0], tmp_path / "b", verb="ablate")
     printed = ran(beside(tmp_path))
-    assert "2 of 2 numbers are equal in A and B. 1 more are in B alone." in printed
+    assert "2 of 2 numbers are equal in A and B. In B alone: 1 more." in printed
     assert "1 of 3 numbers of A are estimates of a screen, and left out" in printed
 
 

@@ -479,7 +479,7 @@ def test_tokens_are_drawn_with_numbers_shades_and_frames():
 
 def test_a_notebook_shows_three_prompts():
     prompts = Prompts.from_tokens([[1, 2]] * 4)
-    assert prompts._repr_html_().endswith("<div>… and 1 more prompts</div>")
+    assert prompts._repr_html_().endswith("<div>… and 1 more prompt</div>")
     assert prompts._repr_html_().count("<hr>") == prompts[:3]._repr_html_().count("<hr>") == 2
     assert "more prompts" not in prompts[:3]._repr_html_()
 

@@ -44,11 +44,12 @@ USE = """() => {
   ablate.click();
   press(relation, control => { control.value = "lookup"; });
   press(prompt, control => { control.value = 4; });
+  press(prompt, control => { control.value = 99; });
   change("ablated", ["L3H2"]);
   change("shown", "<p>the next page</p>");
   const seen = {
     beside, first, saved, checked: ablate.checked, status: document.querySelector("[role=status]").textContent,
-    page: document.querySelector("#widget > div:last-child").textContent,
+    page: document.querySelector("#widget > div:last-child").textContent, prompt: prompt.value,
     labels: [...document.querySelectorAll("label")].map(label => label.firstChild.textContent.trim()),
   };
   leave();
@@ -210,6 +211,7 @@ def test_its_controls_set_the_traits_in_a_browser(planted, tmp_path):
     assert "is on the framed keys" in seen["first"]
     chosen = [["head", "L3H2"], ["row", 2], ["ablated", ["L3H2"]], ["relation", "lookup"], ["prompt", 4]]
     assert [each for each in seen["saved"] if each != "saved"] == chosen and seen["saved"].count("saved") == 5
+    assert seen["prompt"] == "4", "there is no prompt 99"
     assert (seen["checked"], seen["status"], seen["page"]) == (True, "ablated: L3H2", "the next page")
     assert seen["labels"] == ["prompt", "relation", "query", "head", "ablate this head"]
     assert seen["left"] == 0

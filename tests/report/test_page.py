@@ -246,9 +246,13 @@ def test_each_script_stands_on_the_page_once_and_only_if_it_is_needed(page, writ
     assert written(("h", "", "x")).stat().st_size < 10_000
 
 
-def test_the_same_results_give_the_same_page(page, tmp_path, localization):
+def test_the_same_results_give_the_same_page(page, tmp_path, localization, monkeypatch):
     again = save_localization(localization, tmp_path / "again")
     assert again.read_bytes() == page.read_bytes()
+    for heads in (2, 0):  # of a prompt of many tokens
+        size = len(localization.evidence.example.positions)
+        monkeypatch.setattr("align_circuits.report.localize_report.MAX_CELLS", heads * size**2)
+        assert len(getattr(attention_of(localization), "rows", ())) == heads
 
 
 def test_a_page_that_cannot_be_written_leaves_nothing_and_says_why(written, tmp_path):
@@ -315,10 +319,10 @@ def test_headings_that_differ_in_signs_alone_have_figures_of_their_own(written):
 
 
 def test_a_table_says_once_what_is_the_same_in_all_rows(written):
-    frame = pd.DataFrame(
-        {"level": "head", "head": [0, 1], "site": "<z>", "value": 0.5, "low": 0.5, "high": 0.5, "n": 4}
-    )
+    numbers = {"value": 0.5, "low": 0.5, "high": 0.5, "n": 4}
+    frame = pd.DataFrame({"level": "head", "head": [0, None], "site": "<z>", **numbers})
     page = written(("a", "", Table(frame, MADE))).read_text(encoding="utf-8")
+    assert re.findall("<tr>\\s*<td>(.*?)</td>", page) == ["0", "–"], "what is missing has one sign, which sorts last"
     assert "<p>In all rows: level head, site &lt;z&gt;.</p>" in page
     assert re.findall("<th>(.*?)</th>", page) == ["head", "value", "low", "high", "n"], "numbers stay"
     alone = written(("a", "", Table(frame.head(1), MADE))).read_text(encoding="utf-8")
@@ -337,10 +341,13 @@ def test_a_table_of_claims_scrolls_by_itself_and_has_no_empty_columns(written, t
 
 def test_a_table_wider_than_the_page_has_a_shadow_and_the_page_a_background(written, tmp_path):
     frame = pd.DataFrame({"level": "head", "head": [0], "value": 0.5, "low": 0.5, "high": 0.5, "n": 4})
-    page = written(("a", "", Table(frame, MADE)))
+    page = written(("a", "", Table(frame, MADE)), ("b", "", "<details><summary>1 more</summary><p>L1H0</p></details>"))
     look = """() => [getComputedStyle(document.documentElement).backgroundColor,
-      getComputedStyle(document.querySelector('.wide')).backgroundAttachment]"""
-    (background, attached), _ = browser.ran(page, tmp_path, look)
+      getComputedStyle(document.querySelector('.wide')).backgroundAttachment,
+      ...[...document.styleSheets[0].cssRules].filter(rule => rule.media).map(rule => rule.media.mediaText = "all"),
+      ...[...document.querySelectorAll("details > :last-child")].map(folded => folded.checkVisibility())]"""
+    (background, attached, *_, heads, provenance), _ = browser.ran(page, tmp_path, look)
+    assert heads and not provenance, "in print all is shown but the provenance"
     assert background == "rgb(255, 255, 255)"
     assert attached == "local, local, scroll, scroll", "the covers scroll with the table, the shadows stay"
 
@@ -404,11 +411,11 @@ def test_a_long_table_shows_its_first_rows_and_says_so(written):
 
 
 def test_the_card_names_model_task_seed_and_command(written):
-    model = {"name": "m<1>", "n_layers": 2, "n_heads": 3, "dtype": "float32", "device": "cpu"}
+    model = {"name": "m<1>", "n_layers": 1, "n_heads": 3, "dtype": "float32", "device": "cpu"}
     made = replace(MADE, model=model, data={"task": {"name": "seq2seq", "seed": 5}}, settings={"seed": 7})
     page = written(provenance=made, facts={"command": "a --b c"})
     assert re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page.read_text(encoding="utf-8")) == [
-        ("Model", "m&lt;1&gt; (2 layers of 3 heads, float32, cpu)"),
+        ("Model", "m&lt;1&gt; (1 layer of 3 heads, float32, cpu)"),
         ("Task", "seq2seq"),
         ("Seed", "7"),
         ("Command", "<code>a --b c</code>"),

@@ -76,13 +76,14 @@ def test_top_heads_are_the_best_with_their_intervals(scores):
 
 
 def test_curves_fit_lengths_steps_and_nats():
-    def drawn(x: list[float], values: list[float], **more: Any) -> Any:
-        frame = pd.DataFrame({"x": x, "value": values, "low": values, "high": values, "by": "one"})
+    def drawn(x: list[float], values: list[float], low: Any = None, **more: Any) -> Any:
+        frame = pd.DataFrame({"x": x, "value": values, "low": low or values, "high": values, "by": "one"})
         return plots.curves({"panel": frame}, x="x", by="by", label="x", **more)
 
     lengths = drawn([1, 2, 3], [0.1, 0.5, 1]).layout
     assert (lengths.xaxis.dtick, lengths.yaxis.range, lengths.yaxis.title.text) == (1, (-0.04, 1.06), "accuracy")
     assert drawn([0, 0.5, 1], [0, 1, 1]).layout.xaxis.dtick is None
+    assert drawn([1, 2], [0.1, 0.5], [-0.3, 0.2]).layout.yaxis.range is None, "the whole interval is seen"
     steps = drawn([0, 500, 1000], [0.0, -2.0, 3.5], value="effect (nats)").layout
     assert (steps.xaxis.dtick, steps.yaxis.range, steps.yaxis.title.text) == (None, None, "effect (nats)")
 
@@ -148,6 +149,10 @@ def test_effects_are_drawn_to_their_own_scale_with_their_unit(effects):
     first, later = figure.data
     np.testing.assert_array_equal(first.z, [[0, 0], [3, 0]])
     assert not np.any(later.z)
+    for settings, unit in (({}, "nats"), ({"normalized": True}, "share")):  # as the table says, without `unit`
+        first = Table(effects.where(kind="first").frame, Provenance("patch_heads", settings))
+        assert plots.head_map(first).layout.coloraxis.colorbar.title.text == unit
+        assert plots.top_heads(first).layout.annotations[0].text == f"log-probability ({unit})"
     shrunk = Table(effects.frame.assign(value=effects.frame["value"] * -0.01), effects.provenance)
     axis = plots.head_maps(shrunk, ["first"], by="kind", unit="nats").layout.coloraxis
     assert (axis.cmin, axis.cmax) == pytest.approx((-0.03, 0.03)), "small effects are not washed out"
@@ -184,7 +189,8 @@ def test_maps_without_panels_draw_all_metrics_of_one_unit():
 def test_named_heads_are_circled_at_their_place(effects):
     framed: Any = {"marked": {"first": [(1, 0)]}, "noted": {"first": [(0, 1)]}}
     _, ring, diamond, later = plots.head_maps(effects, ["first", "later"], by="kind", **framed).data
-    assert (list(ring.x), list(ring.y), list(diamond.x), list(diamond.y)) == ([0], [1], [1], [0])
+    assert (list(ring.x), list(ring.y), list(diamond.x), list(diamond.y)) == ([0, 0], [1, 1], [1, 1], [0, 0])
+    assert ring.marker.color == ("#fff", "#D55E00") and ring.marker.line.width == (6, 3), "seen on brown as well"
     assert ring.marker.color != diamond.marker.color and ring.marker.symbol != diamond.marker.symbol
     assert later.type == "heatmap", "nothing is circled where no head is named"
 
@@ -373,7 +379,7 @@ def test_a_prompt_is_shaded_by_the_attention_of_one_row_and_maps_circle_the_keys
         rf"outline[^>]*>{shown.tokens[key - shown.start + 1]}<sub[^>]*>{weights[key]:.2f}".replace("0.", "0?."), drawn
     )
     assert drawn.count("3px double") == 1, "one query"
-    assert "4 examples without keys and attention are left out" in drawn
+    assert "Left out: 4 examples without keys and attention." in drawn
     heat, ring = plots.attention_maps(shown, "align_query").data
     assert np.isnan(heat.z[0, 1]), "the future is blank"
     assert all(heat.z[query, key] > 0.9 for query, key in zip(ring.y, ring.x, strict=True))
@@ -419,6 +425,8 @@ def test_edge_maps_show_each_pair_at_its_place():
     for metric, unit in (("log_prob", "nats"), ("logit", "logits"), ("accuracy", "change")):
         drawn = plots.edge_map(Table(table.frame.assign(metric=metric), MADE))
         assert drawn.layout.coloraxis.colorbar.title.text == unit
+    normalised = replace(MADE, settings={"normalized": True})
+    assert plots.edge_map(Table(table.frame, normalised)).layout.coloraxis.colorbar.title.text == "share"
     refused("no edge with a number to draw", plots.edge_map, Table(table.frame.assign(value=np.nan), MADE))
 
 
@@ -477,6 +485,8 @@ def test_a_position_map_shows_every_row_at_its_place():
     axis = figure.layout.coloraxis
     assert axis.cmin == -axis.cmax == -frame["value"].abs().max()
     assert axis.colorbar.title.text == "change of<br>log_prob<br>(nats)"
+    shares = replace(table, provenance=Provenance("patch_sites", {"normalized": True}))
+    assert plots.position_map(shares).layout.coloraxis.colorbar.title.text == "log_prob,<br>normalised"
     assert list(figure.layout.xaxis.ticktext) == ["0", "1", "END: six"], "padding, and tokens that differ"
     named = effects_at_sites({"resid_pre": [0, 1]}, ["END", "all"], ("own",))
     assert list(plots.position_map(named).layout.xaxis.ticktext) == ["END", "all"]

@@ -10,7 +10,6 @@ import plotly.graph_objects as go
 from align_circuits.checks import checked
 from align_circuits.report.plots.colours import GREY, RING
 from align_circuits.report.plots.figure_parts import (
-    UNITS,
     cells,
     coloured,
     interval_grids,
@@ -19,8 +18,9 @@ from align_circuits.report.plots.figure_parts import (
     plain_list,
     points,
     styled,
+    unit_of,
 )
-from align_circuits.tables.tables import Table, joined_in
+from align_circuits.tables.tables import Table
 
 
 @checked
@@ -47,11 +47,7 @@ def edge_map(table: Table, title: str = "", unit: str | None = None) -> go.Figur
     figure = go.Figure(cells(z, plain_list(senders), plain_list(receivers), "%{x} to %{y}: %{z:.3f}"))
     figure.update_xaxes(title="sender", type="category", showgrid=False)
     figure.update_yaxes(title="receiver", type="category", showgrid=False)
-    if unit is None:
-        normalized = any(each.settings.get("normalized") for each in joined_in(table))
-        metric = str(frame["metric"].iloc[0]) if "metric" in frame else ""
-        unit = "share" if normalized else UNITS.get(metric, "change")
-    coloured(figure, unit, bound, signed=True)
+    coloured(figure, unit_of(table, "change") if unit is None else unit, bound, signed=True)
     return styled(figure, title, height=140 + 18 * min(len(receivers), 40))
 
 

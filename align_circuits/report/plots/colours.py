@@ -19,7 +19,7 @@ BLANK = "rgba(128,128,128,.3)"
 """The ground of maps with blank cells."""
 
 RING = "#D55E00"
-"""Stands out from every colour of both scales."""
+"""With a white edge it stands out from every colour of both scales."""
 
 NOTED = {"symbol": "diamond-open", "color": "#009E73"}
 """The frame of cells that are to be told from ringed ones, by its shape and by its colour."""

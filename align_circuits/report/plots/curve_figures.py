@@ -40,11 +40,9 @@ def curves(
                 line={"dash": ("solid", "dash", "dot")[colour // len(COLOURS) % 3]},  # where colours come again
             )
             figure.add_trace(line, **cell)
-    along, values = (
-        np.concatenate([frame[name].to_numpy(float) for frame in panels.values()]) for name in (x, "value")
-    )
-    counts = (along == along.round()).all() and np.ptp(along) <= 16
-    figure.update_xaxes(dtick=1 if counts else None)
+    along = np.concatenate([frame[x].to_numpy(float) for frame in panels.values()])
+    values = np.concatenate([frame[["value", "low", "high"]].to_numpy(float).ravel() for frame in panels.values()])
+    figure.update_xaxes(dtick=1 if (along == along.round()).all() and np.ptp(along) <= 16 else None)  # counts
     figure.update_yaxes(range=SHARES if np.nanmin(values) >= 0 and np.nanmax(values) <= 1 else None)
     figure.update_yaxes(title=plain(value), col=1)
     return styled(figure, title, height=380 if lines == 1 else 290 * lines + 60)

@@ -11,6 +11,7 @@ from plotly.subplots import make_subplots
 from align_circuits.jobs.control_characters import printable
 from align_circuits.report.plots.colours import COLOURS, DIVERGING, GREY, RING, SEQUENTIAL, SYMBOLS
 from align_circuits.report.plots.notebook_figure import Figure
+from align_circuits.tables.tables import Table, joined_in
 
 MAX_COLUMNS = 3
 """Panels side by side."""
@@ -71,6 +72,13 @@ def panel_grid(
     return figure, panels
 
 
+def unit_of(table: Table, otherwise: str = "") -> str:
+    """Returns the unit of the numbers of a table of one metric: "share" if they are normalised."""
+    if any(made.settings.get("normalized") for made in joined_in(table)):
+        return "share"
+    return UNITS.get(str(table.frame["metric"].iloc[0]), otherwise) if "metric" in table.frame else otherwise
+
+
 def kinds_of(frame: Any) -> list[str]:
     """Returns the kinds of targets in a table's rows, without a kind that holds the same targets as all."""
     kinds = list(dict.fromkeys(frame["kind"]))
@@ -88,9 +96,11 @@ def marker(place: int, size: int = 9) -> dict[str, Any]:
 
 
 def rings(x: Sequence[int], y: Sequence[int], size: int, width: int, **marker: Any) -> go.Scatter:
-    """Returns rings around cells of a map, or frames of another symbol and colour."""
-    style = {"symbol": "circle-open", "size": size, "color": RING, "line": {"width": width}, **marker}
-    return go.Scatter(x=x, y=y, mode="markers", marker=style, showlegend=False, hoverinfo="skip")
+    """Returns rings around cells of a map, or frames of another symbol and colour, each with a white edge."""
+    colours = [colour for colour in ("#fff", marker.pop("color", RING)) for _ in x]  # a loss has about the ring's own
+    widths = [each for each in (width + 3, width) for _ in x]
+    style = {"symbol": "circle-open", "size": size, "color": colours, "line": {"width": widths}, **marker}
+    return go.Scatter(x=[*x, *x], y=[*y, *y], mode="markers", marker=style, showlegend=False, hoverinfo="skip")
 
 
 def points(

@@ -22,6 +22,7 @@ from align_circuits.report.plots.figure_parts import (
     points,
     rings,
     styled,
+    unit_of,
 )
 from align_circuits.tables.tables import Table
 
@@ -74,7 +75,8 @@ def head_maps(
         captions: Whether each map is headed by its panel's name.
         by: The key column that the panels are values of.
         unit: The unit of the numbers, such as `"nats"`, for the colour bar: they are effects, on a diverging scale that
-            ends at the largest one. Without it they are scores, and the scale ends at 1 or above.
+            ends at the largest one. Without it they are scores, and the scale ends at 1 or above, but for a metric that
+            has a unit, such as the entropy.
         marked: Heads to circle, by panel.
         noted: Other heads to frame with a diamond of another colour, by panel.
         shape: The model's numbers of layers and heads; by default those of the table's provenance, or as many as the
@@ -94,6 +96,7 @@ def head_maps(
     if not len(known):
         raise ValueError(f"no head has a value of {', '.join(map(str, panels))}: there is nothing to draw")
     signed = bool(unit) or bool((known < 0).any())
+    unit = unit or unit_of(table.where(**{by: panels[0]}))
     bound = max(float(np.abs(known).max(initial=0)), 0.0 if unit else 1.0) or 1.0  # a scale of no width shows nothing
     named = [CAPTIONS.get(panel, panel) if captions else "" for panel in panels]
     of_a_row = 150 + 16 * min(layers, 32)  # in pixels
@@ -144,9 +147,8 @@ def top_heads(
     metrics = _of_one_unit(table, "metric") if metrics is None else listed(metrics)
     if not metrics:
         raise ValueError("no metrics: name at least one value of 'metric'")
-    captions = [
-        f"{CAPTIONS.get(metric, metric)} ({UNITS[metric]})" if metric in UNITS else metric for metric in metrics
-    ]
+    units = [unit_of(table.where(metric=metric)) for metric in metrics]
+    captions = [CAPTIONS.get(name, name) + f" ({of})" * bool(of) for name, of in zip(metrics, units, strict=True)]
     figure, panels = panel_grid(captions, 0.28, horizontal_spacing=0.09)
     shown: list[Any] = []
     for index, (metric, panel) in enumerate(zip(metrics, panels, strict=True)):

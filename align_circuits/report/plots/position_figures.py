@@ -15,7 +15,7 @@ from align_circuits.checks import checked
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import readable
 from align_circuits.report.plots.colours import BLANK
-from align_circuits.report.plots.figure_parts import UNITS, cells, coloured, interval_grids, plain, plain_list, styled
+from align_circuits.report.plots.figure_parts import cells, coloured, interval_grids, plain, plain_list, styled, unit_of
 from align_circuits.tables.tables import Table
 
 WITHOUT_LAYER = "-"
@@ -52,7 +52,7 @@ def position_map(
     if frame.empty:
         raise ValueError("a table without rows has no map: patch at least one site, layer and position")
     if "metric" in frame:
-        frame = table.where(metric=metric or frame["metric"].iloc[0]).frame
+        frame = (table := table.where(metric=metric or frame["metric"].iloc[0])).frame
     if frame.duplicated(keys).any():
         several = {key: list(frame[key].unique()) for key in table.keys if key not in (*keys, "level")}
         choose = [f"{key} ({', '.join(map(str, values))})" for key, values in several.items() if len(values) > 1]
@@ -92,17 +92,16 @@ def position_map(
     )
     # Not numbers, since a site outside the layers has a row as well.
     figure.update_yaxes(type="category", title="layer", showgrid=False)
-    known = frame["value"].dropna().to_numpy(dtype=float)
-    bound = float(np.abs(known).max(initial=0)) or 1.0
+    bound = float(np.nanmax(frame["value"].abs().to_numpy(dtype=float), initial=0)) or 1.0
     bar = {"lenmode": "pixels", "len": min(240, height - 120), "y": 1, "yanchor": "top"}
-    coloured(figure, _scale_title(frame), bound, signed=True, **bar)
+    coloured(figure, _scale_title(table), bound, signed=True, **bar)
     return styled(figure, title, height).update_layout(plot_bgcolor=BLANK)
 
 
-def _scale_title(frame: pd.DataFrame) -> str:
+def _scale_title(table: Table) -> str:
     """What the colours mean, with the unit."""
-    metric = "value" if "metric" not in frame else str(frame["metric"].iloc[0])
-    return f"change of\n{metric}" + (f"\n({UNITS[metric]})" if metric in UNITS else "")
+    metric, unit = table.frame["metric"].iloc[0] if "metric" in table.frame else "value", unit_of(table)
+    return f"{metric},\nnormalised" if unit == "share" else f"change of\n{metric}" + f"\n({unit})" * bool(unit)
 
 
 def position_labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:

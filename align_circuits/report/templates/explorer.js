@@ -14,7 +14,8 @@ function render({model, el}) {
     model.set(trait, value);
     model.save_changes();
   };
-  const prompt = element("input", {type: "number", min: 0, onchange: () => choose("prompt", prompt.valueAsNumber)});
+  const prompt = element("input", {type: "number", min: 0, onchange: () =>
+    prompt.value && prompt.checkValidity() ? choose("prompt", prompt.valueAsNumber) : draw()}); // of no such prompt
   const relation = element("select", {onchange: () => choose("relation", relation.value)});
   const row = element("input", {type: "range", min: 0, onchange: () => choose("row", row.valueAsNumber)});
   const head = element("select", {onchange: () => choose("head", head.value)});
