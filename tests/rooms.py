@@ -16,7 +16,7 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (390, 300),
     "align_circuits/jobs": (1775, 1000),
-    "align_circuits/prompts": (1825, 1300),
+    "align_circuits/prompts": (1830, 1300),
     "align_circuits/tables": (1830, 1100),
     "align_circuits/tasks": (2162, 2100),
     "align_circuits/models": (3120, 2400),
@@ -29,7 +29,7 @@ ROOMS = {
     "align_circuits/cli": (3040, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3920, 2600),
-    "tests": (33700, 20000),
+    "tests": (33750, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -10,10 +10,7 @@ from difflib import SequenceMatcher
 from operator import ne
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from tokenizers.models import BPE
 
 END = "END"
@@ -59,15 +56,17 @@ def groups_of_equal(
     again = [index for index, one in enumerate(equal) if one != index]
     if not again and not mirrored:
         return None
-    told = f"{len(mirrored)} of {len(texts)} pairs are others the other way round, clean and corrupted text exchanged"
     if again:
-        told = f"{len(again)} texts repeat earlier ones, first {names[again[0]]}"
-        told = told if len(again) > 1 else f"{names[again[0]]} repeats an earlier text"
-    kind = "equal texts" if again else "such pairs"
-    _warn(f"{told}; {kind} count as one group, since they are no independent evidence")
-    links = np.array([*enumerate(equal), *mirrored]).T
-    linked = coo_array((np.ones(links.shape[1]), links), shape=(len(texts), len(texts)))
-    return connected_components(linked, directed=False)[1].tolist()
+        first_again = names[again[0]]
+        told = f"{len(again)} texts repeat earlier ones, first {first_again}; equal texts"
+        told = told if len(again) > 1 else f"{first_again} repeats an earlier text; equal texts"
+    else:
+        told = f"{len(mirrored)} of {len(texts)} pairs are others with clean and corrupted text exchanged; such pairs"
+    _warn(f"{told} count as one group, since they are no independent evidence")
+    groups = equal
+    for row, other in mirrored:
+        groups = [groups[row] if group == groups[other] else group for group in groups]
+    return pd.factorize(pd.Series(groups))[0].tolist()
 
 
 def warn_of_equal(texts: Sequence[Sequence[int]], groups: Sequence[Hashable], names: Sequence[str]) -> None:
