@@ -438,7 +438,11 @@ def accuracy_sections(table: Table, note: str = "", heading: str = "Accuracy") -
 
 def intervals_over(table: Table) -> str:
     """Returns what the intervals of a table are over, in words; of a single prompt, that there are none."""
-    return f"95% intervals over {table.unit}" if table.frame["low"].notna().any() else "no intervals: take more prompts"
+    return (
+        f"95% intervals over {table.unit}"
+        if table.frame["low"].notna().to_numpy().any()
+        else "no intervals: take more prompts"
+    )
 
 
 def distinct(table: Table) -> Table:
