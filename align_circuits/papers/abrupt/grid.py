@@ -125,6 +125,8 @@ class Grid:
     """What each changes of the base task and of `NETWORK`. The key columns of the table are whatever any changes."""
     together: int | None = None
     """At most how many conditions are one ensemble, since one process draws all its batches; None: any number."""
+    seeds_together: int | None = None
+    """At most how many seeds of a condition are one ensemble; None: all."""
 
     def ensembles(self) -> list[dict[str, Any]]:
         """Returns what `trained_ensemble` takes for each group of conditions of one shape, as JSON.
@@ -143,10 +145,18 @@ class Grid:
             task = ExemplarTask(**values)
             alike = groups.setdefault((task.n_labels, task.n_pairs, *kind.values()), [])
             if not alike or len(alike[-1]["tasks"]) == self.together:
-                alike.append({"size": asdict(self.size), "tasks": [], "keys": [], **kind})
+                alike.append({"tasks": [], "keys": [], **kind})
             alike[-1]["tasks"].append(asdict(task))
             alike[-1]["keys"].append(keys)
-        return [group for alike in groups.values() for group in alike]
+        each = [group for alike in groups.values() for group in alike]
+        return [{**group, "size": asdict(size)} for group in each for size in self._sizes()]
+
+    def _sizes(self) -> list[Size]:
+        """The size with each part of its seeds."""
+        most = self.seeds_together or self.size.seeds
+        seeds = range(self.size.first_seed, self.size.first_seed + self.size.seeds)
+        parts = [seeds[first : first + most] for first in range(0, len(seeds), most)]
+        return [replace(self.size, first_seed=part[0], seeds=len(part)) for part in parts]
 
 
 def grid_study(name: str, smoke: Grid, cpu: Grid, paper: Grid, **others: Grid) -> Study:

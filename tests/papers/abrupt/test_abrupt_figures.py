@@ -203,7 +203,8 @@ def test_the_tasks_of_every_grid_fit_at_every_scale(scale):
     grids = [grid for experiment in ABRUPT if isinstance(grid := experiment.scales[scale], Grid)]
     assert len(grids) == len(ABRUPT) - 2  # the two of the loss landscape have none
     for grid in grids:
-        assert sum(len(ensemble["tasks"]) for ensemble in grid.ensembles()) == len(grid.conditions)
+        members = (len(ensemble["tasks"]) * ensemble["size"]["seeds"] for ensemble in grid.ensembles())
+        assert sum(members) == len(grid.conditions) * grid.size.seeds
 
 
 def dependence(in_context: Any, in_weights: Any) -> Table:
@@ -281,6 +282,8 @@ def test_conditions_of_one_shape_share_an_ensemble():
     keys = [ensemble["keys"] for ensemble in Grid(SMOKE, conditions).ensembles()]
     bursts_and_labels = [[(key["burst"], key["n_labels"], key["intervention"]) for key in group] for group in keys]
     assert bursts_and_labels == [[(1, 8, "nothing"), (2, 8, "nothing")], [(1, 4, "nothing")], [(1, 8, "previous")]]
+    parts = Grid(replace(SMOKE, first_seed=4, seeds=3), conditions[:1], seeds_together=2).ensembles()
+    assert [(part["size"]["first_seed"], part["size"]["seeds"]) for part in parts] == [(4, 2), (6, 1)]
     (ensemble,) = Grid(SMOKE, ({"model": "two"},)).ensembles()
     (task,) = (ExemplarTask(**each) for each in ensemble["tasks"])
     assert task == ExemplarTask(n_classes=16, n_labels=8, n_pairs=2, d_content=8, n_positions=0)
