@@ -202,6 +202,11 @@ class PromptVerb(Verb):
         """What was warned of when the file of prompts was read; empty before."""
         return []
 
+    @cached_property
+    def n_groups(self) -> list[int]:
+        """How many groups of related prompts were read; empty before, and without groups."""
+        return []
+
     @property
     def count(self) -> int:
         """How many prompts are sampled from a task."""
@@ -270,6 +275,7 @@ class PromptVerb(Verb):
                 count = len(clean)
                 raise ValueError(f"--n {self.n}: {str(self.prompts)!r} has {count} prompts; give 1 to {count}")
             clean, corrupted = clean[: self.n], None if corrupted is None else corrupted[: self.n]
+            self.n_groups[:] = [] if clean.group is None else [clean.n_groups]
             if self.targets == "first":
                 clean = clean.select_targets(_is_first)
                 corrupted = None if corrupted is None else corrupted.select_targets(_is_first)
@@ -326,11 +332,9 @@ class PromptVerb(Verb):
         """What the report says on top: how many prompts, what was warned of, the command that repeats the run."""
         number = str(self.count)
         if self.prompts is not None:
-            columns, lines = read_jsonl(self.prompts)
+            _, lines = read_jsonl(self.prompts)
             number = f"{self.n or f'all {len(lines)}'} of {self.prompts}"
-            related = columns.get("group", columns["text"])[: self.n]  # equal texts are a group, too
-            if "group" in columns or len({*related}) < len(related):
-                number += f", in {len({*related})} groups"
+            number += "".join(f", in {several(count, 'group')}" for count in self.n_groups)
         task = {} if self.own_task is None else {"task": self.own_task}
         doubts = {"warning": " ".join(f"{doubt}." for doubt in self.doubts)} if self.doubts else {}
         return {**task, "prompts": number, **doubts, "command": command_line(self.verb, self, self.default)}
