@@ -56,8 +56,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 def _check(table: Table) -> list[Claim]:
     base, skewed = _bases(table)
-    bursts = levels(table, "burst")
-    most = bursts[-2] if len(bursts) > 3 else bursts[-1]  # B = N leaves one label in the context: trivial
+    most = levels(table, "burst")[-1]
     k, few = base["n_classes"], levels(table, "n_classes")[0]
     icl, iwl = (late_mean(measure, **base) for measure in ("icl", "iwl"))
     skewed_icl, common, rare = (late_mean(measure, **skewed) for measure in ("icl", *_BY_RANK))
