@@ -20,7 +20,6 @@
 
 # %%
 import importlib.util
-import itertools
 import random
 
 import align_circuits as ac
@@ -37,7 +36,7 @@ print(f"this page was run with {model.cfg.model_name}: {model.cfg.n_layers} laye
 # %%
 names = ["Anna", "Carl", "Dave", "Emma", "Greg", "Jane", "Kate", "Lucy", "Mark", "Paul", "Ryan", "Tony"]
 draw = random.Random(0)
-rows = [draw.sample(both, 2) for both in draw.sample([*itertools.combinations(names, 2)], 16)]
+rows = [draw.sample(both, 2) for both in draw.sample([(a, b) for a in names for b in names if a < b], 16)]
 orders = [draw.sample(row, 2) for row in rows]
 text = "When {} and {} went to the store, {} gave a book to".format
 texts = [text(*order, s) for order, (_, s) in zip(orders, rows, strict=True)]
