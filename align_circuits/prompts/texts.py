@@ -10,7 +10,10 @@ from difflib import SequenceMatcher
 from operator import ne
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from tokenizers.models import BPE
 
 END = "END"
@@ -63,10 +66,9 @@ def groups_of_equal(
     else:
         told = f"{len(mirrored)} of {len(texts)} pairs are others with clean and corrupted text exchanged; such pairs"
     _warn(f"{told} count as one group, since they are no independent evidence")
-    groups = equal
-    for row, other in mirrored:
-        groups = [groups[row] if group == groups[other] else group for group in groups]
-    return pd.factorize(pd.Series(groups))[0].tolist()
+    links = np.array([*enumerate(equal), *mirrored]).T
+    linked = coo_array((np.ones(links.shape[1]), links), shape=(len(texts), len(texts)))
+    return connected_components(linked, directed=False)[1].tolist()
 
 
 def warn_of_equal(texts: Sequence[Sequence[int]], groups: Sequence[Hashable], names: Sequence[str]) -> None:
