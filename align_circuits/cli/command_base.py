@@ -190,22 +190,17 @@ class PromptVerb(Verb):
         """
         made = super().provenance_of(table)
         data = dict(made.data)
-        if self.doubts:
-            data["warnings"] = self.doubts
+        if warned := self.read.get("warnings"):
+            data["warnings"] = warned
         if self.own_task is not None:
             own = {"class": made.settings["own_task"], "identity": identity_of_task(self.source)}
             data["task"] = {**data.get("task", {}), **own}
         return replace(made, data=data)
 
     @cached_property
-    def doubts(self) -> list[str]:
-        """What was warned of when the file of prompts was read; empty before."""
-        return []
-
-    @cached_property
-    def n_groups(self) -> list[int]:
-        """How many groups of related prompts were read; empty before, and without groups."""
-        return []
+    def read(self) -> dict[str, Any]:
+        """What reading a file of prompts told: `warnings`, and how many `groups` they fall in (0: none)."""
+        return {}
 
     @property
     def count(self) -> int:
@@ -270,12 +265,12 @@ class PromptVerb(Verb):
                 clean, corrupted = Prompts.from_jsonl(self.prompts, model.tokenizer, with_corrupted=with_corrupted)
             for doubt in doubts:
                 warnings.warn_explicit(doubt.message, doubt.category, doubt.filename, doubt.lineno)
-            self.doubts[:] = [str(doubt.message) for doubt in doubts]
+            self.read["warnings"] = [str(doubt.message) for doubt in doubts]
             if self.n is not None and not 1 <= self.n <= len(clean):
                 count = len(clean)
                 raise ValueError(f"--n {self.n}: {str(self.prompts)!r} has {count} prompts; give 1 to {count}")
             clean, corrupted = clean[: self.n], None if corrupted is None else corrupted[: self.n]
-            self.n_groups[:] = [] if clean.group is None else [clean.n_groups]
+            self.read["groups"] = 0 if clean.group is None else clean.n_groups
             if self.targets == "first":
                 clean = clean.select_targets(_is_first)
                 corrupted = None if corrupted is None else corrupted.select_targets(_is_first)
@@ -334,10 +329,10 @@ class PromptVerb(Verb):
         if self.prompts is not None:
             _, lines = read_jsonl(self.prompts)
             number = f"{self.n or f'all {len(lines)}'} of {self.prompts}"
-            number += "".join(f", in {several(count, 'group')}" for count in self.n_groups)
-        task = {} if self.own_task is None else {"task": self.own_task}
-        doubts = {"warning": " ".join(f"{doubt}." for doubt in self.doubts)} if self.doubts else {}
-        return {**task, "prompts": number, **doubts, "command": command_line(self.verb, self, self.default)}
+            number += f", in {several(groups, 'group')}" if (groups := self.read.get("groups")) else ""
+        warned = " ".join(f"{warned}." for warned in self.read.get("warnings", ()))
+        task = {} if self.own_task is None else {"task": self.own_task}  # else that of the provenance
+        return {**task, "prompts": number, "warning": warned, "command": command_line(self.verb, self, self.default)}
 
     @property
     def default(self) -> "PromptVerb":
@@ -442,11 +437,8 @@ def accuracy_sections(table: Table, note: str = "", heading: str = "Accuracy") -
 
 def intervals_over(table: Table) -> str:
     """Returns what the intervals of a table are over, in words; of a single prompt, that there are none."""
-    return (
-        f"95% intervals over {table.unit}"
-        if table.frame["low"].notna().to_numpy().any()
-        else "no intervals: take more prompts"
-    )
+    known = table.frame["low"].notna().to_numpy().any()
+    return f"95% intervals over {table.unit}" if known else "no intervals: take more prompts"
 
 
 def distinct(table: Table) -> Table:
