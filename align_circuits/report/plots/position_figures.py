@@ -51,8 +51,8 @@ def position_map(
         )
     if frame.empty:
         raise ValueError("a table without rows has no map: patch at least one site, layer and position")
-    if "metric" in frame:
-        frame = (table := table.where(metric=metric or frame["metric"].iloc[0])).frame
+    table = table.where(metric=metric or frame["metric"].iloc[0]) if "metric" in frame else table
+    frame = table.frame
     if frame.duplicated(keys).any():
         several = {key: list(frame[key].unique()) for key in table.keys if key not in (*keys, "level")}
         choose = [f"{key} ({', '.join(map(str, values))})" for key, values in several.items() if len(values) > 1]
