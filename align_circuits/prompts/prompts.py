@@ -690,8 +690,8 @@ class Prompts:
                 needs them. The corrupted prompt goes on with the clean answer, so what is right behind its first token
                 is known only as long as both answers are alike.
             positions: Places by name in the clean texts, as for `from_texts`.
-            groups: Which pairs are related; by default those with equal clean texts, and each pair and the same one the
-                other way round, with clean and corrupted text exchanged.
+            groups: Which pairs are related; by default those with equal clean texts, and each pair and its reverse,
+                with clean and corrupted text exchanged.
 
         Raises:
             TypeError: As `from_texts` does.

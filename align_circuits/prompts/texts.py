@@ -64,7 +64,7 @@ def groups_of_equal(
         told = f"{len(again)} texts repeat earlier ones, first {first_again}; equal texts"
         told = told if len(again) > 1 else f"{first_again} repeats an earlier text; equal texts"
     else:
-        told = f"{len(mirrored)} of {len(texts)} pairs are others with clean and corrupted text exchanged; such pairs"
+        told = f"{len(mirrored)} of {len(texts)} pairs are the reverse of another one; a pair and its reverse"
     _warn(f"{told} count as one group, since they are no independent evidence")
     links = np.array([*enumerate(equal), *mirrored]).T
     linked = coo_array((np.ones(links.shape[1]), links), shape=(len(texts), len(texts)))

@@ -290,7 +290,7 @@ def test_equal_texts_are_one_group_unless_groups_are_given():
 
 def test_a_pair_in_both_directions_is_one_group():
     clean, corrupted, answers = ["ab:", "cd:", "ba:", "xy:", "cd:"], ["ba:", "dc:", "ab:", "yx:", "zz:"], [*"acbxc"]
-    with pytest.warns(UserWarning, match="^2 of 4 pairs are others with clean and corrupted text exchanged; such"):
+    with pytest.warns(UserWarning, match="^2 of 4 pairs are the reverse of another one; a pair and its reverse count"):
         made = Prompts.from_pairs(clean[:4], corrupted[:4], TOKENIZER, answer=answers[:4])
     for half in made:
         assert half.group is not None and half.group.tolist() == [0, 1, 0, 2]
