@@ -103,6 +103,6 @@ def _differences(saved: Mapping[str, Any], given: Mapping[str, Any], prefix: str
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from _differences(old, new, f"{prefix}{name}.")
         elif old != new and name == "code_version":  # a hash, which tells people nothing
-            yield "code of this package, or a version of a library, has changed"
+            yield "code of the model or of this package, or a version of a library, has changed"
         elif old != new:
             yield f"{prefix}{name} was {old!r}, now {new!r}"

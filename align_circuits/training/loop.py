@@ -211,7 +211,7 @@ def train(
         folder, settings = None, {}
         if out is not None:
             folder = stack.enter_context(run_folder(out))
-            settings = asdict(config) | {"seed": seed, "recipe": recipe or {}, "model": _model_hash(model)}
+            settings = asdict(config) | {"seed": seed, "recipe": recipe or {}} | _model_settings(model)
             if checkpoint := load_checkpoint(folder, settings):
                 first_step, loss_sum, log = checkpoint.step + 1, checkpoint.loss_sum, checkpoint.log
                 _restore(checkpoint.tensors, model, trained, optimizers)
@@ -421,12 +421,15 @@ def _to(device: torch.device, batch: Any, *, copy: bool = False) -> Any:
     return batch
 
 
-def _model_hash(model: nn.Module) -> str:
-    """A hash of the shapes, the settings and the frozen weights; trained ones come from the checkpoint."""
-    digest = hashlib.sha256(identity_of(model_state.settings_of(model, persistent=False)).encode())
+def _model_settings(model: nn.Module) -> dict[str, str]:
+    """Hashes of shapes, settings and frozen weights (trained ones come from the checkpoint), and of the code."""
+    kinds, settings = zip(*model_state.settings_of(model, persistent=False), strict=True)
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
+    digest = hashlib.sha256(identity_of([names, settings]).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
         if not parameter.requires_grad:
             values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(values.numpy().data)
-    return f"{sum(parameter.numel() for parameter in model.parameters())} parameters, {digest.hexdigest()[:12]}"
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return {"model": f"{size} parameters, {digest.hexdigest()[:12]}", "code_version": identity_of(kinds)}

@@ -254,6 +254,18 @@ def test_another_frozen_part_is_refused(tmp_path):
             refused("holds another run", quiet, model, sample, loss, TrainConfig(3), out=tmp_path)
 
 
+def test_a_model_of_other_code_is_refused_and_told_so(tmp_path):
+    def of_code(factor):
+        class Scaled(torch.nn.Sequential):
+            def forward(self, x):
+                return factor * super().forward(x)
+
+        return Scaled(*network())
+
+    quiet(of_code(1), sample, loss, TrainConfig(3), out=tmp_path)
+    refused(r"run \(code of the model .* has changed\)", quiet, of_code(2), sample, loss, TrainConfig(3), out=tmp_path)
+
+
 def test_a_folder_that_is_soon_free_is_waited_for(tmp_path):
     def opened():
         with checkpoint_files.run_folder(tmp_path) as folder:
