@@ -19,7 +19,7 @@ ROOMS = {
     "align_circuits/prompts": (1830, 1300),
     "align_circuits/tables": (1830, 1100),
     "align_circuits/tasks": (2162, 2100),
-    "align_circuits/models": (3120, 2400),
+    "align_circuits/models": (3130, 2400),
     "align_circuits/run": (2215, 1500),
     "align_circuits/heads": (4560, 2600),
     "align_circuits/circuits": (1271, 1100),

@@ -231,14 +231,19 @@ def chosen_device(name: str | torch.device | None) -> torch.device:
 
 
 def parameters_in(source: str | Path, revision: str | None = None) -> int:
-    """Returns how many weights a model has, from the headers of its files.
+    """Returns how many weights a model has, an adapter's base included, from the headers of its files.
 
     Raises:
         ValueError: There is no such model, or a file of it is truncated.
     """
     bundled = BUNDLED.get(str(source))
-    path = _place(source if bundled is None else bundled(), revision)
-    return gguf_parameters(path) if is_gguf(path) else sum(map(prod, shapes_in(path)))
+    path, count = _place(source if bundled is None else bundled(), revision), 0
+    for _ in range(MOST_ADAPTERS + 1):
+        count += gguf_parameters(path) if is_gguf(path) else sum(map(prod, shapes_in(path)))
+        if not (path / "adapter_config.json").is_file():
+            break
+        path = _base_of(path, settings_in(path, "adapter_config.json"))
+    return count
 
 
 def is_gguf(path: Path) -> bool:
@@ -405,6 +410,16 @@ def _check_complete(folder: Path, model: PreTrainedModel, info: Mapping[str, Any
         )
 
 
+def _base_of(folder: Path, settings: Mapping[str, Any]) -> Path:
+    """Returns the folder with an adapter's base model, or its GGUF file, downloaded if need be."""
+    name = settings.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the adapter in {str(folder)!r} does not name its base model: load that, then a PeftModel")
+    beside = is_path(name) and (folder / name).is_dir()
+    base = BUNDLED[name]() if name in BUNDLED else folder / name if beside else name
+    return _place(base, str(settings.get("revision") or "main"))
+
+
 def _read_adapter(
     folder: Path, dtype: torch.dtype | None, device: torch.device, above: Sequence[Path]
 ) -> PreTrainedModel:
@@ -417,16 +432,12 @@ def _read_adapter(
         )
     check_safetensors(folder, "adapter_model.safetensors")  # beside any other, PEFT would open adapter_model.bin
     settings = settings_in(folder, "adapter_config.json")
-    base_name = settings.get("base_model_name_or_path")
-    if not isinstance(base_name, str) or not base_name:
-        raise ValueError(f"the adapter in {str(folder)!r} does not name its base model: load that, then a PeftModel")
-    if base_name in BUNDLED:
-        dtype, base = dtype or torch.float32, BUNDLED[base_name]()
-    else:
-        base = folder / base_name if is_path(base_name) and (folder / base_name).is_dir() else base_name
     _check_inside(settings)
-    revision = str(settings.get("revision") or "main")
-    plain_model = _read(_place(base, revision), dtype, device, above=[*above, folder.resolve()])
+    base = _base_of(folder, settings)
+    base_name = settings["base_model_name_or_path"]
+    if base_name in BUNDLED:
+        dtype = dtype or torch.float32
+    plain_model = _read(base, dtype, device, above=[*above, folder.resolve()])
     check_adapter(folder, settings, (name for name, _ in plain_model.named_modules()))
     embedding = plain_model.get_input_embeddings()
     name = next(name for name, module in plain_model.named_modules() if module is embedding)

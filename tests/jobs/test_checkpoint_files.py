@@ -257,8 +257,8 @@ def test_another_frozen_part_is_refused(tmp_path):
 def test_a_model_of_other_code_is_refused_and_told_so(tmp_path):
     def of_code(factor):
         class Scaled(torch.nn.Sequential):
-            def forward(self, x):
-                return factor * super().forward(x)
+            def forward(self, input):
+                return factor * super().forward(input)
 
         return Scaled(*network())
 

@@ -335,6 +335,8 @@ def test_an_adapter_of_an_adapter_adds_to_it(targets, random_hf_model, tmp_path)
     second.save_pretrained(tmp_path / "second")
     configure(tmp_path / "second", "adapter_config.json", base_model_name_or_path="../first")
     computes(load(tmp_path / "second"), logits(second))
+    files = [load_file(path) for path in tmp_path.glob("*/*.safetensors")]
+    assert loading.parameters_in(tmp_path / "second") == sum(len(each.flatten()) for f in files for each in f.values())
 
 
 def test_what_transformer_lens_cannot_run_is_told(random_hf_model):
