@@ -195,7 +195,8 @@ def training_folder(trained: str | Path, kind: str, *identity: Any) -> Path:
     Args:
         trained: `Inputs.trained`.
         kind: What is trained, in a word.
-        *identity: All that the training rests on, as JSON.
+        *identity: All that the training rests on, the version of its code among it (`code_version`), as JSON: with
+            changed code it begins anew.
     """
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     return inside(trained, f"{kind}-{digest}")

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from align_circuits.jobs.code_versions import code_version
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.icatune.conjecture import by_em
 from align_circuits.papers.icatune.tuned_models import FRESH_SEEDS
@@ -126,7 +127,7 @@ def trained(
     architecture: Architecture, learning: Learning, seed: int, folder: str, *, shuffled: bool = False
 ) -> nn.Module:
     """Trains a model, or reads it where it has been trained."""
-    identity = [asdict(architecture), asdict(learning), seed, shuffled]
+    identity = [asdict(architecture), asdict(learning), seed, shuffled, code_version(f"{__name__}:trained")]
     steps = learning.steps
     config = TrainConfig(
         steps=steps,

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from align_circuits.jobs.code_versions import code_version
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import (
     About,
@@ -61,12 +62,13 @@ def finetune_on_both(*, setup: Mapping[str, Any], icl_share: float, trained: str
     """Finetunes a pretrained model and returns the log; the function of a job."""
     on_one_thread()
     made = gpt2.GPT2Setup.from_config(setup)
+    identity = [asdict(made), icl_share, seed, code_version(f"{__name__}:finetune_on_both")]
     run = train_stage(
         gpt2.pretrained(made, seed, trained).model,
         Stage(made.demonstrations(seed, "icl+grm", icl_share=icl_share), made.finetuning, made.batch_size),
         probes=made.probes(seed),
         seed=seed,
-        out=training_folder(trained, "recall-icl-share", asdict(made), icl_share, seed),
+        out=training_folder(trained, "recall-icl-share", *identity),
         progress=False,
     )
     return gpt2.log_rows(run)

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from align_circuits.jobs.code_versions import code_version
 from align_circuits.papers.claims import Claim
 from align_circuits.papers.lab import (
     About,
@@ -73,12 +74,13 @@ def finetune(*, setup: Mapping[str, Any], kind: gpt2.Finetuned, tied: bool, trai
     model: Any = gpt2.pretrained(made, seed, trained).model
     pretrained = model.transformer.wte.weight.detach().clone()
     probes = made.probes(seed)
+    identity = [asdict(made), kind, tied, seed, code_version(f"{__name__}:finetune")]
     run = train_stage(
         model if tied else untied(model),
         Stage(made.demonstrations(seed, kind), made.finetuning, made.batch_size),
         probes=probes,
         seed=seed,
-        out=training_folder(trained, "recall-tied-embeddings", asdict(made), kind, tied, seed),
+        out=training_folder(trained, "recall-tied-embeddings", *identity),
         progress=False,
     )
     frames = [gpt2.log_rows(run).assign(embeddings=TIED if tied else UNTIED)]

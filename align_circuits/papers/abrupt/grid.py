@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from align_circuits.jobs.code_versions import code_version
 from align_circuits.models.loading import chosen_device
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS, Intervention
 from align_circuits.papers.abrupt.models import (
@@ -198,7 +199,8 @@ def trained_ensemble(ensemble: Mapping[str, Any], trained: str) -> tuple[Ensembl
     worlds = Worlds(tasks, seeds, device)
     kind = {name: ensemble[name] for name in NETWORK}
     net = network(size, worlds.shape, ensemble["model"], seeds, ensemble["hidden_layers"]).to(device)
-    identity = [asdict(replace(size, task=worlds.shape)), ensemble["tasks"], kind]
+    code = code_version(f"{__name__}:trained_ensemble")
+    identity = [asdict(replace(size, task=worlds.shape)), ensemble["tasks"], kind, code]
     table = train_on_exemplars(
         net,
         worlds,

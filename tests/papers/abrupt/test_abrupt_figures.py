@@ -100,7 +100,7 @@ def test_at_the_size_of_the_paper_transitions_come_where_the_page_of_details_say
     assert thousands("abrupt-fig6", model="two", n_labels=32) == [20, 22]
 
 
-def test_networks_of_the_transition_are_named_by_their_seeds(tmp_path):
+def test_networks_of_the_transition_are_named_by_their_seeds(tmp_path, monkeypatch):
     (ensemble,) = Grid(replace(SMOKE, first_seed=7), ({},)).ensembles()
     found: Any = pd.DataFrame(trained_networks(ensemble=ensemble, trained=str(tmp_path)))
     changed = found[found["measure"] == CHANGED]
@@ -122,6 +122,9 @@ def test_networks_of_the_transition_are_named_by_their_seeds(tmp_path):
     places = last[["query", "key"]].to_numpy(int)
     expected = cache["blocks.0.attn.hook_pattern"][0, 0].numpy()[places[:, 0], places[:, 1]]
     np.testing.assert_allclose(last["value"], expected, atol=1e-4)
+    monkeypatch.setattr("align_circuits.jobs.code_versions.versions", lambda: {"torch": "another"})
+    trained_ensemble(ensemble, str(tmp_path))
+    assert len([*tmp_path.iterdir()]) == 2, "other code trains other networks, and leaves these"
 
 
 def test_the_order_of_the_measures_is_seen_and_its_absence_too():

@@ -199,7 +199,7 @@ def test_values_seen_and_subjects_are_credited_only_where_they_matter():
     assert [check.verdict for check in checks[2:]] == ["not testable"] * 3, "nothing is compared"
 
 
-def test_figures_share_the_pretraining_and_finish_it_once(tmp_path):
+def test_figures_share_the_pretraining_and_finish_it_once(tmp_path, monkeypatch):
     first = pretrained(SMOKE, 0, tmp_path)
     again = pretrained(replace(SMOKE, n_seen=4, seeds=5), 0, tmp_path)
     assert again.folder == first.folder
@@ -209,6 +209,8 @@ def test_figures_share_the_pretraining_and_finish_it_once(tmp_path):
     assert finetuned(SMOKE, 0, "icl", tmp_path).log.equals(one.log)
     for mine, theirs in zip(first.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+    monkeypatch.setattr("align_circuits.jobs.code_versions.versions", lambda: {"torch": "another"})
+    assert pretrained(SMOKE, 0, tmp_path).folder != first.folder, "other code trains other models"
 
 
 def test_heads_are_shown_of_the_first_seed_whatever_it_is():

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from align_circuits.jobs.code_versions import code_version
 from align_circuits.models.loading import chosen_device
 from align_circuits.papers.lab import Measurement, training_folder
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
@@ -121,13 +122,14 @@ def pretrained(setup: AttentionOnlySetup, seed: int, trained: str | Path) -> Tra
     """Returns a model trained on PT; from the folder `trained` where it is there."""
     task = setup.facts(setup.world(seed))
     schedule = setup.schedule_of_pretraining(log_every=setup.pretraining)
+    identity = [asdict(setup.without_finetuning()), seed, code_version(f"{__name__}:pretrained")]
     return train_stage(
         setup.model(seed),
         Stage(task, schedule, setup.batch_size),
         probes={"pt": task.sample(setup.n, seed=seed)},
         seed=seed,
         device=chosen_device(None),
-        out=training_folder(trained, "recall-attention-only-pt", asdict(setup.without_finetuning()), seed),
+        out=training_folder(trained, "recall-attention-only-pt", *identity),
         progress=False,
     )
 
@@ -135,13 +137,14 @@ def pretrained(setup: AttentionOnlySetup, seed: int, trained: str | Path) -> Tra
 def finetuned(setup: AttentionOnlySetup, seed: int, trained: str | Path) -> TrainRun:
     """Returns a pretrained model finetuned on ICL about seen subjects; from the folder `trained` where it is there."""
     schedule = setup.schedule(FINETUNING, setup.finetuning, log_every=max(1, setup.finetuning // 20))
+    version = code_version(f"{__name__}:finetuned")
     return train_stage(
         pretrained(setup, seed, trained).model,
         Stage(setup.demonstrations(seed)[0], schedule, setup.batch_size, "last"),
         probes=setup.in_context(seed),
         seed=seed,
         device=chosen_device(None),
-        out=training_folder(trained, "recall-attention-only-ft", asdict(setup), seed),
+        out=training_folder(trained, "recall-attention-only-ft", asdict(setup), seed, version),
         progress=False,
     )
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from align_circuits.jobs.code_versions import code_version
 from align_circuits.models.loading import chosen_device, load
 from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, on_one_thread, training_folder
 from align_circuits.papers.recall.figures.studies import study
@@ -186,7 +187,7 @@ def pretrained(setup: GPT2Setup, seed: int, trained: str | Path) -> TrainRun:
         probes={name: task.sample(setup.n_prompts, seed=seed) for name, task in probes.items()},
         seed=seed,
         device=chosen_device(None),
-        out=training_folder(trained, "recall-pt", asdict(setup), seed),
+        out=training_folder(trained, "recall-pt", asdict(setup), seed, code_version(f"{__name__}:pretrained")),
         progress=False,
     )
 
@@ -195,13 +196,14 @@ def finetuned(
     setup: GPT2Setup, seed: int, kind: Finetuned, trained: str | Path, predict: Predicted = "all"
 ) -> TrainRun:
     """Returns a pretrained model finetuned on seen subjects; from the folder `trained` where it is there."""
+    identity = [asdict(_of_one_seed(setup)), seed, predict, code_version(f"{__name__}:finetuned")]
     return train_stage(
         pretrained(setup, seed, trained).model,
         Stage(setup.demonstrations(seed, kind), setup.finetuning, setup.batch_size, predict),
         probes=setup.probes(seed),
         seed=seed,
         device=chosen_device(None),
-        out=training_folder(trained, f"recall-{kind}".replace(" ", "-"), asdict(_of_one_seed(setup)), seed, predict),
+        out=training_folder(trained, f"recall-{kind}".replace(" ", "-"), *identity),
         progress=False,
     )
 
