@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[1] / "align_circuits/cli/help"
 WIDTH = 80
 """Columns."""
 
-_REFUSED = {"tune": ("--prompts ", "--targets ", "--quantization ")}
+_REFUSED = {"tune": ("--quantization ",)}
 """Options that a verb inherits and refuses, with a line that says why."""
 
 _FIRST = ("-h,", "--model", "--prompts", "--task", "--n", "--targets", "--seed")

@@ -26,10 +26,10 @@ ROOMS = {
     "align_circuits/localizers": (560, 500),
     "align_circuits/report": (2060, 1700),
     "align_circuits/training": (2050, 1400),
-    "align_circuits/cli": (3040, 1500),
+    "align_circuits/cli": (3050, 1500),
     "align_circuits/papers": (10965, 8500),
     "hooks": (3920, 2600),
-    "tests": (33750, 20000),
+    "tests": (33800, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from align_circuits.cli.command_base import PromptVerb, accuracy_sections, first_token, head_value
+from align_circuits.cli.command_base import PromptVerb, accuracy_sections, counted, first_token, head_value
 from align_circuits.cli.folders import Results
 from align_circuits.cli.score_command import ranked, with_shares
 from align_circuits.heads.localize_heads import localize
@@ -18,6 +18,7 @@ from align_circuits.report import plots
 from align_circuits.report.localize_report import headline_of, save_localization
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import evaluate
+from align_circuits.tasks.own_prompts import OwnPrompts
 from align_circuits.training.tuning import TuneConfig, described, preset_for, tune
 
 MOST_MAPS = 3
@@ -32,10 +33,12 @@ class Tune(PromptVerb):
     """A folder, a GGUF file, a hub name, "smollm2" (a pretrained Llama, if its package is installed), or "toy-llama",
     which takes about three minutes."""
     prompts: Path | None = None
-    """Refused, and not in the help: this verb tunes on a task."""
+    """A file with a JSON object a line, as for `align-circuits patch`: see docs/your-own-data.md. The model learns from
+    four fifths of the prompts; on the others it is evaluated and its heads are named. By default prompts of the task
+    are sampled."""
     n: int | None = None
-    """The prompts on which the model is evaluated before and after and on which heads are named, by default 64;
-    training uses --steps times --batch other prompts."""
+    """Of a task the prompts on which the model is evaluated before and after and on which heads are named, by default
+    64; training uses --steps times --batch others. Of a file its first N lines, by default all."""
     seed: int = 0
     """Of the tuning and of the prompts."""
     config: tyro.conf.OmitArgPrefixes[TuneConfig] = field(default_factory=TuneConfig)
@@ -67,21 +70,25 @@ class Tune(PromptVerb):
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         naming = self.heads and self.config.method == "ica"
-        if self.prompts is not None or self.targets != "all":
-            raise ValueError(
-                "--prompts, --targets: this verb tunes on a task and no file; give one of your own by --task, or "
-                "call tune(model, prompts) in Python"
-            )
-        if naming and self.count < 8:
+        own = self.prompts is not None
+        if naming and not own and self.count < 8:
             raise ValueError(f"n={self.count}: give at least 8 prompts to choose heads and to test them, or --no-heads")
-        model, prompts, _ = self.prepare()
+        if self.config.method == "standard" and (own or self.own_task is not None):
+            raise ValueError("--method standard is for the translation task: leave it out, or --prompts and --task")
+        model, prompts, corrupted = self.prepare(with_corrupted=naming)
+        task = unseen = OwnPrompts(prompts, corrupted) if own else self.source
+        if isinstance(task, OwnPrompts):
+            _, unseen = task.split(self.seed)  # as `tune` does
+            if naming and len(unseen.prompts) < 8:
+                raise ValueError(
+                    f"{len(unseen.prompts)} of {len(prompts)} prompts are not learned from: give a file of at least "
+                    "40, for 8 to choose heads and to test them, or --no-heads"
+                )
+            prompts = unseen.prompts
         preset = f" of preset {self.preset}, but for what was given" if self.preset else ""
         print(f"settings{preset}: {described(self.config, self.preset)}", flush=True)
         if self.config.method == "standard":
-            if self.own_task is not None:
-                raise ValueError("--method standard is for the translation task: leave it out, or --task")
             prompts = replace(self.task, n_examples=0).sample(self.count, model.tokenizer, seed=self.seed)
-        task = self.source
         roles = [name for name in task.roles if len(prompts.relations.get(name, ()))]
         if naming and not roles:
             raise ValueError(f"the prompts have no row of {', '.join(task.roles)}, so no head can be named: --no-heads")
@@ -93,8 +100,9 @@ class Tune(PromptVerb):
         highest = {name: ranked(scores, name) for name in roles[:MOST_MAPS]}
         highest = {name: rows for name, rows in highest.items() if len(rows)}  # no head need have a query of a relation
         best = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in highest.items()) or "none"
+        of = f"the {counted(prompts)} that it did not learn from" if own else "cases"
         summary = (
-            f"{task.target_name} is correct in {first_token(before)} of cases before tuning and in "
+            f"{task.target_name} is correct in {first_token(before)} of {of} before tuning and in "
             f"{first_token(after)} after it"
         )
         if "history" in set(after.frame["predictor"]):
@@ -111,7 +119,7 @@ class Tune(PromptVerb):
             maps = plots.head_maps(scores, [*highest])
             sections.append(("All heads after tuning", "Tap or hover for a number.", maps))
         if naming:
-            result = localize(run.model, task, self.count, self.seed, options=self.options)
+            result = localize(run.model, unseen, len(prompts), self.seed, options=self.options)
             save_localization(result, results.new / "heads")
             print(f"{headline_of(result)}\nheads: {results.folder / 'heads' / 'report.html'}")
             ablated = plots.ablation(result.evidence.set_ablations) if result.named_heads else ""

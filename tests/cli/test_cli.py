@@ -1,6 +1,7 @@
 """The command line: what it writes, what it prints, and what it refuses."""
 
 import html
+import itertools
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from measured import table_of
 from plotly.offline import get_plotlyjs
 
 import align_circuits as ac
-from align_circuits.cli import benchmark_command, effect_command_base, main, score_command
+from align_circuits.cli import benchmark_command, effect_command_base, main, score_command, tune_command
 from align_circuits.cli.command_base import PromptVerb
 from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
 from align_circuits.cli.localize_command import Localize
@@ -32,6 +33,7 @@ from align_circuits.run.target_metrics import MetricName
 from align_circuits.tables.calls import Call
 from align_circuits.tables.provenance import Provenance
 from align_circuits.tables.tables import SHARES, VALUES, Table
+from align_circuits.tasks.own_prompts import OwnPrompts
 from align_circuits.training.tuning import TuneConfig
 
 SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
@@ -159,7 +161,7 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["patch", *SMALL, "--metric", "logit_diff"], "--metric logit_diff compares with a wrong answer, and these"),
         (["evaluate", *SMALL, "--metrics", "logit_diff"], "--metrics logit_diff compares with a wrong answer"),
         (["patch", "--targets", "first"], "--targets first is about the answers of a file"),
-        (["tune", "--targets", "first"], "this verb tunes on a task"),
+        (["tune", "--method", "standard", "--prompts", "a.jsonl"], "--method standard is for the translation task"),
         (["patch", "--jobs", "0"], "--jobs 0: give at least 1"),
         (["patch", "--slurm-gpus", "1"], "are options of --on slurm"),
         (["reproduce", "localize/ground-truth", "--on", "ray"], "give 'dask://HOST:PORT' or 'slurm'"),
@@ -694,6 +696,23 @@ def pairs_file(tmp_path):
     return path
 
 
+def test_a_model_is_tuned_on_a_file_of_prompts(tiny, tmp_path, ran, monkeypatch):
+    file = tmp_path / "pairs.jsonl"
+    pairs = itertools.product("ABCDEFGH", "STUVWXYZ")
+    lines = [{"text": f"k{a}mn{b}op{a}", "answer": b, "corrupted": f"k{b}mn{a}op{b}"} for a, b in pairs]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    named, found = [], tune_command.localize
+    monkeypatch.setattr(tune_command, "localize", lambda *of, **how: named.append(of[1].prompts) or found(*of, **how))
+    common = ["--model", tiny, "--prompts", str(file), "--n", "40", "--seed", "1", "--out"]
+    config = ["--steps", "1", "--batch", "2", "--probe-prompts", "2", "--layers", "1"]
+    printed = ran(["tune", *common, str(tmp_path / "tuned"), *config])
+    assert re.search(r"is correct in .* of the 8 prompts that it did not learn from before tuning and in", printed)
+    model = ac.load(tiny)
+    prompts, corrupted = ac.Prompts.from_jsonl(file, model.tokenizer, with_corrupted=True)
+    _, unseen = OwnPrompts(prompts[:40], corrupted[:40]).split(1)
+    assert [each.digest for each in named] == [unseen.prompts.digest]
+
+
 SCORED = ("induction", "previous", "duplicate", "搬运🙂", "sink", "entropy", "搬运🙂_attention")
 
 
@@ -826,7 +845,7 @@ def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys, dec
     printed = capsys.readouterr()
     assert "align-circuits: 4 prompts: give at least 8, half to choose" in printed.err
     assert "No head" not in printed.out
-    assert "tunes on a task" in declined(["tune", *common])
+    assert "2 of 8 prompts are not learned from: give a file of at least 40" in declined(["tune", *common])
     lines = [json.loads(line) for line in pairs_file.read_text().splitlines()]
     uneven = [*lines[:2], lines[2] | {"answer": lines[2]["answer"] + "a"}, *lines[3:]]
     pairs_file.write_text("\n\n".join(map(json.dumps, uneven)))
