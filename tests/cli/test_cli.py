@@ -709,6 +709,7 @@ def test_a_model_is_tuned_on_a_file_of_prompts(tiny, tmp_path, ran, monkeypatch)
     assert re.search(r"is correct in .* of the 8 prompts that it did not learn from before tuning and in", printed)
     model = ac.load(tiny)
     prompts, corrupted = ac.Prompts.from_jsonl(file, model.tokenizer, with_corrupted=True)
+    assert corrupted is not None
     _, unseen = OwnPrompts(prompts[:40], corrupted[:40]).split(1)
     assert [each.digest for each in named] == [unseen.prompts.digest]
 
