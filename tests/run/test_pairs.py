@@ -1,6 +1,7 @@
 """Pairs of prompts: as they show themselves, and in batches."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -89,6 +90,16 @@ def test_a_kind_or_a_metric_that_does_not_fit_is_refused_at_once(char_tokenizer)
 def test_halves_of_other_shapes_are_refused(ids):
     prompts = ac.Prompts.from_tokens([[1, 2, 3], [4, 5, 6]])
     refused("do not match token by token", ac.Pair, prompts, ac.Prompts.from_tokens(ids))
+
+
+def test_both_runs_have_the_right_and_wrong_answers_of_the_clean_prompts():
+    prompts, tokens = ac.Prompts.from_tokens([[1, 2], [3, 4]]), torch.arange(2)
+    clean, other = (replace(prompts, targets=prompts.targets.assign(wrong=wrong)) for wrong in (5, 6))
+    clean = replace(clean, answer_tokens=tokens, correct=torch.eye(2).bool())
+    metrics: Any = ac.Pair(clean, other, metric="logit_diff").target_metrics
+    assert metrics.targets["wrong"].tolist() == [5, 5] and metrics.correct.tolist() == clean.correct.tolist()
+    known = replace(other, answer_tokens=tokens + 1, own_correct=torch.eye(2).bool())
+    refused("have different answer_tokens, the columns of own_correct", ac.Pair, clean, known)
 
 
 @pytest.mark.parametrize(
