@@ -61,3 +61,10 @@ def by_edge(table: Table) -> dict[tuple[str, str], float]:
 def edges_of(model: Any) -> list[tuple[str, str]]:
     graph = Graph.of(model.cfg)
     return [(graph.senders[j].name, graph.receivers[i].name) for i, j in graph.edges.nonzero().tolist()]
+
+
+def values_of(table: Table, *keys: str, **where: Any) -> dict[Any, float]:
+    """Values by keys, None where a row lacks one."""
+    frame: Any = table.where(**where).frame
+    rows = frame[[*keys]].astype(object)
+    return dict(zip(rows.where(rows.notna(), None).itertuples(index=False, name=None), frame["value"], strict=True))

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from effects_by_hand import values_of
 from torch import Tensor
 
 import align_circuits as ac
@@ -34,12 +35,6 @@ def halves(char_tokenizer) -> tuple[ac.Prompts, ac.Prompts]:
     own = ~correct
     own[1] = False  # the second letter of the first answer
     return replace(clean, **answers), replace(corrupted, **answers, own_correct=own)
-
-
-def values_of(table: ac.Table) -> dict[tuple, float]:
-    rows = table.frame[["layer", "head", "patched", "metric"]].astype(object)
-    keys = rows.where(rows.notna(), None).itertuples(index=False, name=None)
-    return dict(zip(keys, table.frame["value"], strict=True))
 
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
@@ -85,7 +80,7 @@ def test_equals_a_loop_with_hooks(llama, halves, direction, kind, site):
         with torch.no_grad():
             logits = llama.run_with_hooks(pair.base.tokens, fwd_hooks=hooks, **inputs)
         expected |= {(*key, "interchange"): share(logits, source), (*key, "corrupted_correct"): share(logits, base)}
-    assert values_of(table) == pytest.approx(expected)
+    assert values_of(table, "layer", "head", "patched", "metric") == pytest.approx(expected)
     assert len(set(expected.values())) > 2
     assert table.baselines is not None
     baselines = table.baselines.frame.set_index(["run", "metric"])["value"].to_dict()
@@ -110,7 +105,7 @@ def test_a_planted_circuit_brings_the_answer_along(planted, direction):
     sets["named"] = by_role["align_query"]
     pair = ac.Pair(clean, corrupted, direction=direction)
     table = ac.interchange_accuracy(model, pair, heads=[*by_role["align_query"], *others], sets=sets)
-    found = values_of(table)
+    found = values_of(table, "layer", "head", "patched", "metric")
     for name, expected in {"aligners": 1.0, "lookup": 1.0, "random 0": 0.0, "nothing": 0.0}.items():
         assert found[None, None, name, "interchange"] == expected, name
         assert found[None, None, name, "corrupted_correct"] == 1 - expected, name

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from effects_by_hand import edges_of
+from effects_by_hand import edges_of, values_of
 from frozen import Twin, of_lengths
 from legs import product
 from refusals import refused
@@ -151,13 +151,6 @@ def check_baselines(table: ac.Table, model: Any, pair: ac.Pair) -> None:
         part.normalized().frame.drop(columns=["value", "low", "high"]),
         part.frame.drop(columns=["value", "low", "high"]),
     )
-
-
-def values_of(table: ac.Table, *keys: str, **where: Any) -> dict[Any, float]:
-    frame: Any = table.frame
-    for column, value in where.items():
-        frame = frame[frame[column] == value]
-    return dict(zip(frame[list(keys)].itertuples(index=False, name=None), frame["value"], strict=True))
 
 
 @pytest.mark.parametrize(
