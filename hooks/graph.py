@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from align_circuits.hooks.head_names import HeadLike, describe, head_of, heads_of
+from align_circuits.hooks.head_names import HeadLike, describe, head_of, heads_of, shared_at
 
 Reading = Literal["q", "k", "v", "mlp", "logits"]
 """The inputs through which the residual stream is read."""
@@ -72,7 +72,7 @@ class Graph:
     @classmethod
     def of(cls, cfg: Any) -> "Graph":
         """Returns the graph of a model with this configuration."""
-        n_key_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+        n_key_heads = cfg.n_heads // shared_at(cfg, "k")
         mlps, parallel = not getattr(cfg, "attn_only", False), bool(getattr(cfg, "parallel_attn_mlp", False))
         return cls(cfg.n_layers, cfg.n_heads, n_key_heads, mlps=mlps, parallel=parallel)
 

@@ -83,7 +83,8 @@ _OTHER_PARTS = {
 
 def shared_at(cfg: Any, site: str) -> int:
     """Returns how many heads share each head of a site: more than one in `k` and `v` under grouped-query attention."""
-    if site not in ("k", "v", "rot_k"):
+    # `HookedTransformer.set_ungroup_grouped_query_attention` repeats keys and values for every head.
+    if site not in ("k", "v", "rot_k") or getattr(cfg, "ungroup_grouped_query_attention", False):
         return 1
     return cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads)
 

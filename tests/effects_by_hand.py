@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.names import name_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.tables.tables import Table
@@ -55,3 +56,15 @@ def z_of(model: Any, prompts: Prompts) -> list[Tensor]:
 def by_edge(table: Table) -> dict[tuple[str, str], float]:
     frame: Any = table.frame
     return frame.set_index(["sender", "receiver"])["value"].to_dict()
+
+
+def edges_of(model: Any) -> list[tuple[str, str]]:
+    graph = Graph.of(model.cfg)
+    return [(graph.senders[j].name, graph.receivers[i].name) for i, j in graph.edges.nonzero().tolist()]
+
+
+def values_of(table: Table, *keys: str, **where: Any) -> dict[Any, float]:
+    """Values by keys, None where a row lacks one."""
+    frame: Any = table.where(**where).frame
+    rows = frame[[*keys]].astype(object)
+    return dict(zip(rows.where(rows.notna(), None).itertuples(index=False, name=None), frame["value"], strict=True))

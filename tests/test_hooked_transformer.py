@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from frozen import of_lengths
+from frozen import Twin, of_lengths
 
 if int(version("transformer-lens").split(".")[0]) > 3:
     pytest.skip("TransformerLens 4 has no HookedTransformer: make test-tl3", allow_module_level=True)
@@ -173,6 +173,16 @@ def test_edges_and_paths(request, kind, pair):
         "fast",
     )
     alike(models, lambda model: ac.patch_paths(model, ac.Pair(**pair, direction="noise"), **paths), "reference", "fast")
+
+
+def test_an_ungrouped_model_has_a_key_for_every_head(models, pair, monkeypatch):
+    hooked, noise = models[0], ac.Pair(**pair, kind="all", metric="log_prob", direction="noise")
+    monkeypatch.setattr(hooked.cfg, "ungroup_grouped_query_attention", True)
+    twin, edge = Twin(hooked, *pair.values()), ("L0H1", "L1H2.k")
+    head = ac.patch_heads(hooked, noise, sites=["k"], heads=["L1H2"]).frame["value"].item()
+    assert head == pytest.approx(twin.patched("blocks.1.attn.hook_k", column=2), abs=1e-5)
+    found = ac.patch_edges(hooked, noise, edges=[edge]).frame["value"].item()
+    assert found == pytest.approx(twin.effect(*edge, freeze_mlps=True), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["models", "folded"])

@@ -28,7 +28,7 @@ from align_circuits.run.pairs import Pair
 from align_circuits.run.prompt_checks import check_fits
 from align_circuits.run.target_metrics import TargetMetrics, name_of_metric, wrong_tokens
 from align_circuits.tables.intervals import weighted_mean
-from align_circuits.tables.tables import Table, with_level
+from align_circuits.tables.tables import YES_OR_NO, Table, with_level
 
 PROFILE = ("lookup_attention", "induction_attention")
 """The attention scores of `head_profile`: of all that a head attends to, the share on keys."""
@@ -110,10 +110,10 @@ def function_vectors(
     """Returns each head's function-vector score: the mean over tasks of its average indirect effect.
 
     For each task, the mean output of the head where clean prompts predict (z, over prompts and targets) is put where
-    prompts with uninformative examples predict. The effect is by how much the gold token becomes more likely: a head
-    that carries which task it is, whatever the prompt, restores the answer; one that carries an answer does not, since
-    its mean over prompts carries none. Source: Todd et al. (2024), "Function Vectors in Large Language Models", Eqs. 3
-    to 5.
+    prompts with uninformative examples predict. The effect is the change of the metric, by default by how much more
+    likely the gold token becomes: a head that carries which task it is, whatever the prompt, restores the answer; one
+    that carries an answer does not, since its mean over prompts carries none. Source: Todd et al. (2024), "Function
+    Vectors in Large Language Models", Eqs. 3 to 5.
 
     Misleads with one task, where the mean may hold a favourite answer. The control is the score on tasks whose answers
     do not follow from the task alone.
@@ -169,7 +169,8 @@ def function_vectors(
         # A task counts once, however many prompts it has: tasks are what the intervals draw.
         values = np.stack([weighted_mean(*of_task) for of_task in effects], axis=1)
         weights, group = np.ones_like(values), None
-    return Table.from_prompts(keys, values, weights, provenance, bounded=False, group=group)
+    changes = metrics <= {*YES_OR_NO}
+    return Table.from_prompts(keys, values, weights, provenance, bounded=False, changes=changes, group=group)
 
 
 @checked
@@ -213,7 +214,7 @@ def head_profile(
     ]
     columns = ["level", "layer", "head", "metric", "value", "low", "high", "n"]
     frame = pd.concat([table.heads().frame.loc[:, columns] for table in tables], ignore_index=True)
-    settings = {"kind": kind, "tasks": [dict(pair.clean.task) for pair in pairs]}
+    settings = {"kind": kind, **tables[2].provenance.settings}
     return Table(frame, provenance_of("head_profile", model, prompts, tables[0].provenance.engine, settings))
 
 

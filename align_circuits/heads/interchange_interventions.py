@@ -11,7 +11,7 @@ from torch import Tensor
 
 from align_circuits.checks import checked
 from align_circuits.hooks.edits import Edit, Patch, edits_provenance
-from align_circuits.hooks.head_names import HeadLike, heads_of
+from align_circuits.hooks.head_names import HeadLike, heads_of, shared_at
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HeadSite
@@ -61,7 +61,8 @@ def interchange_accuracy(
         sets: Sets of heads by name, each patched together.
         edits: Other patches by name, such as `{"middle": [Patch(site="resid_post", layers=[3])]}`; a `Patch` without
             values takes those of the source prompts.
-        site: What is patched of a head.
+        site: What is patched of a head. Under grouped-query attention the heads that share a key head are patched
+            together at `"k"` and `"v"`, and have equal rows.
         options: Engine and batch size.
 
     Returns:
@@ -85,7 +86,9 @@ def interchange_accuracy(
     if taken := {NOTHING, HEAD, *sets} & {*edits} or {NOTHING, HEAD} & {*sets}:
         raise ValueError(f"the name {min(taken)!r} is given twice, or means the model or a head: take another")
     patches |= edits
-    edit_sets = [[], *([Patch([head], site=site)] for head in selected), *patches.values()]
+    shared = shared_at(model.cfg, site)
+    groups = [[(layer, head - head % shared + other) for other in range(shared)] for layer, head in selected]
+    edit_sets = [[], *([Patch(together, site=site)] for together in groups), *patches.values()]
     # The answer of the source prompts is "interchange", that of the base prompts "corrupted_correct".
     right = [(pair.clean.correct, "clean"), (pair.corrupted.own_correct, "corrupted")]
     metrics = [_answers(pair.clean, *side) for side in (right if pair.direction == "denoise" else right[::-1])]

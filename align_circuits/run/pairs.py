@@ -38,8 +38,8 @@ Direction = Literal["noise", "denoise"]
 class Pair:
     """Clean prompts and corrupted ones, token for token alike in shape, and what is measured of them.
 
-    Targets are those of the clean prompts in both runs. Pairs are related, and intervals over groups of them, where
-    their clean prompts are related or their corrupted ones (`Prompts.group`).
+    Targets, right and wrong answers are those of the clean prompts in both runs. Pairs are related, and intervals over
+    groups of them, where their clean prompts are related or their corrupted ones (`Prompts.group`).
 
     Raises:
         ValueError: Prompts that differ in number, length or targets, or that are given the wrong way round; an unknown
@@ -70,8 +70,10 @@ class Pair:
         if not len(self.clean):
             raise ValueError("a pair of no prompts: give at least one clean prompt and its corrupted partner")
         if (group := _related(self.clean, self.corrupted)) is not None:
-            for name in ("clean", "corrupted"):
-                object.__setattr__(self, name, replace(getattr(self, name), group=group))
+            object.__setattr__(self, "clean", replace(self.clean, group=group))
+        # What is right, and what it is compared with, a corrupted half of one's own may lack or have otherwise.
+        measured = {name: getattr(self.clean, name) for name in ("targets", "answer_tokens", "correct", "group")}
+        object.__setattr__(self, "corrupted", replace(self.corrupted, **measured))
         if self.metric is not None or self.kind is not None:
             # Only for its errors, which should come from here and not from the verb that reads the pair.
             TargetMetrics.of(self.base, (self.metric or "log_prob",), self.kind or "all")
@@ -336,4 +338,8 @@ def check_pair(clean: Prompts, corrupted: Prompts) -> None:
         raise ValueError(
             "clean and corrupted prompts have different targets: patching measures those of the clean prompts in both. "
             "Make both with Prompts.from_pairs, or the corrupted ones with task.corrupt(clean, ...), which keeps them"
+        )
+    if corrupted.own_correct is not None and not torch.equal(clean.answer_tokens, corrupted.answer_tokens):
+        raise ValueError(
+            "clean and corrupted prompts have different answer_tokens, the columns of own_correct: give one"
         )

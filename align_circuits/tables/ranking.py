@@ -30,7 +30,7 @@ def best_end(made: Sequence[Provenance], keys: Mapping[str, Any]) -> End:
     | the step of `emergence` | lowest: it emerged first |
     | effects of `ablate_heads`, of `minimality`, and of direction `"noise"` | lowest: worst damage |
     | the same, measured as `"kl"` from the intact prediction | highest: worst damage |
-    | `"kl"` of direction `"denoise"` | lowest: most of the clean prediction is back |
+    | `"kl"` of direction `"denoise"`, function vectors by `"kl"` | lowest: most of the clean prediction is back |
     | normalised effects, `"kl"` too | as the other metrics |
     | attribution without a sign (`grad_drop`) and `"interchange"`, in both directions | highest |
     | effects of direction `"denoise"`, scores, direct logits, all else | highest |
@@ -61,6 +61,8 @@ def _best_end(made: Provenance, keys: Mapping[str, Any]) -> End:
     metric, direction = keys.get("metric"), keys.get("direction", settings.get("direction"))
     if metric in P_VALUES or (verb == "emergence" and keys.get("measure") == "step"):
         return "lowest"
+    if metric == "function_vector" and (tasks := settings.get("tasks")):
+        metric, direction = tasks[0].get("metric"), "denoise"
     # What a head carries is a level, whichever run it is carried into.
     if settings.get("grad_drop") or (metric == "interchange" and not settings.get("normalized")):
         return "highest"

@@ -98,8 +98,8 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 def head_weight(attention: Any, name: str, d_head: int) -> Tensor | None:
     """Returns `W_Q`, ..., `b_O` of an attention layer, with a row for each key head; None where it has no such bias.
 
-    A grouped `HookedTransformer` repeats `W_K` and `W_V` for every head, and has the smaller ones as `_W_K`, `_W_V`. An
-    adapter counts as far as it is merged.
+    A grouped `HookedTransformer` repeats `W_K` and `W_V` for every head, and has the smaller ones as `_W_K`, `_W_V`;
+    one that was ungrouped computes with the repeated ones. An adapter counts as far as it is merged.
     """
     letter = name[-1]
     projection = component(getattr(attention, letter.lower(), None))
@@ -111,7 +111,8 @@ def head_weight(attention: Any, name: str, d_head: int) -> Tensor | None:
             weight = linear.weight.detach() if isinstance(linear, nn.Linear) else linear.weight.detach().T
             return _heads_of(weight, letter, d_head)
     with onloaded(component(attention)):
-        weight = getattr(attention, f"_{name}", getattr(attention, name, None))
+        repeated = getattr(getattr(attention, "cfg", None), "ungroup_grouped_query_attention", False)
+        weight = getattr(attention, name if repeated else f"_{name}", getattr(attention, name, None))
     return None if weight is None else weight.detach()
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+import effects_by_hand
 import numpy as np
 import torch
 from plain import Change, Plain
@@ -410,8 +411,7 @@ def moved_edge(case: Case, text: Sequence[int], reads: str, moved: Tensor, more:
 
 
 def edges_of(case: Case) -> list[tuple[str, str]]:
-    graph = Graph.of(case.model.cfg)
-    known = {(graph.senders[s].name, graph.receivers[r].name) for r, s in graph.edges.nonzero().tolist()}
+    known = effects_by_hand.edges_of(case.model)
     return [edge for edge in EDGES if edge in known]
 
 

@@ -14,7 +14,7 @@ from refusals import refused
 import align_circuits as ac
 from align_circuits.circuits.direct_effects import direct_logit_attribution, function_vectors, head_profile
 from align_circuits.models.planted.planted_model import planted_competitors
-from align_circuits.tables.intervals import mean_interval
+from align_circuits.tables.intervals import mean_interval, proportion_change
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2, automata="task")
 
@@ -104,6 +104,8 @@ def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts)
         assert each.values is not None and each.weights is not None
         low, high = mean_interval(each.values, each.weights)
         np.testing.assert_allclose(each.frame[["low", "high"]], np.stack([low, high], 1))
+    shares: Any = function_vectors(model, [replace(pairs[0], metric="accuracy")], heads=heads)
+    np.testing.assert_array_equal(shares.frame["low"], proportion_change(shares.values, shares.weights)[0])
 
 
 def test_the_profile_of_planted_heads(char_tokenizer):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from effects_by_hand import by_edge
+from effects_by_hand import by_edge, edges_of
 from frozen import Twin, of_lengths, unchecked
 from legs import slow_but
 from peft import LoraConfig, get_peft_model
@@ -42,15 +42,6 @@ def models(random_hf_model, char_tokenizer):
     return {name: ac.load(random_hf_model(name), tokenizer=char_tokenizer) for name in ARCHITECTURES}
 
 
-def edges_of(graph: Graph) -> list[tuple[str, str]]:
-    return [
-        (sender.name, receiver.name)
-        for row, receiver in enumerate(graph.receivers)
-        for column, sender in enumerate(graph.senders)
-        if graph.edges[row, column]
-    ]
-
-
 def test_changes_of_accuracy_stay_within_their_bounds(models, noise):
     """Student's interval has length 0 where no prompt changes, as if that were certain."""
     pair = ac.Pair(noise.clean, noise.corrupted, metric="accuracy")
@@ -66,12 +57,12 @@ def test_changes_of_accuracy_stay_within_their_bounds(models, noise):
 
 @pytest.mark.parametrize("name", slow_but(["llama", "gpt_neox"], ARCHITECTURES))
 def test_edges_equal_runs_with_everything_frozen(models, name, noise, clean, corrupted):
-    model, graph = models[name], Graph.of(models[name].cfg)
-    some = None if name == "llama" else edges_of(graph)[::6]
+    model = models[name]
+    some = None if name == "llama" else edges_of(model)[::6]
     found = by_edge(ac.patch_edges(model, noise, edges=some))
     twin = Twin(model, clean, corrupted)
     assert found == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in found}, abs=1e-5)
-    assert set(found) == set(edges_of(graph) if some is None else some)
+    assert set(found) == set(edges_of(model) if some is None else some)
     assert sum(abs(value) > 1e-3 for value in found.values()) > 0.5 * len(found)
 
 

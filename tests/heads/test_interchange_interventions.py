@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from effects_by_hand import values_of
 from torch import Tensor
 
 import align_circuits as ac
@@ -36,38 +37,39 @@ def halves(char_tokenizer) -> tuple[ac.Prompts, ac.Prompts]:
     return replace(clean, **answers), replace(corrupted, **answers, own_correct=own)
 
 
-def values_of(table: ac.Table) -> dict[tuple, float]:
-    rows = table.frame[["layer", "head", "patched", "metric"]].astype(object)
-    keys = rows.where(rows.notna(), None).itertuples(index=False, name=None)
-    return dict(zip(keys, table.frame["value"], strict=True))
-
-
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
-@pytest.mark.parametrize("kind", [None, "first"])
-def test_equals_a_loop_with_hooks(llama, halves, direction, kind):
-    pair = ac.Pair(*halves, kind=kind, direction=direction)
-    sets = {"two": [(0, 1), (1, 2)]}
-    table = ac.interchange_accuracy(llama, pair, sets=sets, edits={"stream": [ac.Patch(site="resid_post", layers=[0])]})
+@pytest.mark.parametrize(("kind", "site"), [(None, "z"), ("first", "z"), (None, "v")])
+def test_equals_a_loop_with_hooks(llama, halves, direction, kind, site):
+    """Two heads share each value."""
+    pair, shared = ac.Pair(*halves, kind=kind, direction=direction), 2 if site == "v" else 1
+    sets = {"two": [(0, 2), (0, 3), (1, 0), (1, 1)]}
+    stream = {"stream": [ac.Patch(site="resid_post", layers=[0])]}
+    table = ac.interchange_accuracy(llama, pair, sets=sets, edits=stream, site=site)
     inputs = {}
     if not pair.base.mask.all():
         inputs = {"attention_mask": pair.base.mask.long(), "position_ids": (pair.base.mask.cumsum(1) - 1).clamp(min=0)}
     with torch.no_grad():
-        _, cache = llama.run_with_cache(pair.source.tokens, **inputs)
-    cases: dict[tuple, Any] = {(None, None, "nothing"): {}, (None, None, "two"): {0: [1], 1: [2]}}
-    cases |= {(layer, head, "head"): {layer: [head]} for layer in range(2) for head in range(4)}
-    cases[None, None, "stream"] = "stream"
+        of_source, cache = llama.run_with_cache(pair.source.tokens, **inputs)
+    cases: dict[tuple, Any] = {(None, None, "nothing"): {}, (None, None, "stream"): "stream"}
+    cases[None, None, "two"] = {0: [2 // shared, 3 // shared], 1: [0, 1 // shared]}
+    cases |= {(layer, head, "head"): {layer: [head // shared]} for layer in range(2) for head in range(4)}
     clean, corrupted = halves
-    assert clean.correct is not None and corrupted.own_correct is not None
-    right = {"clean": clean.correct, "corrupted": corrupted.own_correct}
+    right: Any = {"clean": clean.correct, "corrupted": corrupted.own_correct}
     source, base = ("clean", "corrupted") if direction == "denoise" else ("corrupted", "clean")
     kinds, expected = clean.targets["kind"].tolist(), {}
     counted = [row for row in range(len(kinds)) if row != 1 and kind in (None, kinds[row])]
+
+    def share(logits: Tensor, side: str) -> float:
+        places: list[Any] = [clean.targets.iloc[row] for row in counted]
+        answers = [int(logits[place["prompt"], place["query_pos"]].argmax()) for place in places]
+        return sum(bool(right[side][row, answer]) for row, answer in zip(counted, answers, strict=True)) / len(counted)
+
     for key, patched in cases.items():
         hooks: Any = [("blocks.0.hook_resid_post", lambda x, hook: cache["blocks.0.hook_resid_post"])]  # noqa: ARG005
         if patched != "stream":
             hooks = []
             for layer, heads in patched.items():
-                name = f"blocks.{layer}.attn.hook_z"
+                name = f"blocks.{layer}.attn.hook_{site}"
 
                 def put(x: Tensor, hook: Any, name: str = name, heads: Any = heads) -> Tensor:  # noqa: ARG001
                     x = x.clone()
@@ -77,29 +79,18 @@ def test_equals_a_loop_with_hooks(llama, halves, direction, kind):
                 hooks.append((name, put))
         with torch.no_grad():
             logits = llama.run_with_hooks(pair.base.tokens, fwd_hooks=hooks, **inputs)
-        for metric, side in (("interchange", source), ("corrupted_correct", base)):
-            hits = []
-            for row in counted:
-                place: Any = clean.targets.iloc[row]
-                hits.append(bool(right[side][row, int(logits[place["prompt"], place["query_pos"]].argmax())]))
-            expected[*key, metric] = sum(hits) / len(hits)
-    assert values_of(table) == pytest.approx(expected)
+        expected |= {(*key, "interchange"): share(logits, source), (*key, "corrupted_correct"): share(logits, base)}
+    assert values_of(table, "layer", "head", "patched", "metric") == pytest.approx(expected)
     assert len(set(expected.values())) > 2
     assert table.baselines is not None
     baselines = table.baselines.frame.set_index(["run", "metric"])["value"].to_dict()
-    with torch.no_grad():
-        of_source = llama.run_with_hooks(pair.source.tokens, **inputs)
     for metric, side in (("interchange", source), ("corrupted_correct", base)):
-        hits = []
-        for row in counted:
-            place = clean.targets.iloc[row]
-            hits.append(bool(right[side][row, int(of_source[place["prompt"], place["query_pos"]].argmax())]))
-        assert baselines[source, metric] == pytest.approx(sum(hits) / len(hits))
+        assert baselines[source, metric] == pytest.approx(share(of_source, side))
         assert baselines[base, metric] == pytest.approx(expected[None, None, "nothing", metric])
     levels = table.frame.drop_duplicates("patched").set_index("patched")["level"].to_dict()
     assert levels == {"nothing": "model", "head": "head", "two": "set", "stream": "set"}
     settings = table.provenance.settings
-    assert settings["sets"] == {"two": [[0, 1], [1, 2]]} and settings["edits"]["stream"][0]["layers"] == [0]
+    assert settings["sets"]["two"][1] == [0, 3] and settings["edits"]["stream"][0]["layers"] == [0]
     assert settings["direction"] == direction and settings["kind"] == (kind or "all")
 
 
@@ -114,7 +105,7 @@ def test_a_planted_circuit_brings_the_answer_along(planted, direction):
     sets["named"] = by_role["align_query"]
     pair = ac.Pair(clean, corrupted, direction=direction)
     table = ac.interchange_accuracy(model, pair, heads=[*by_role["align_query"], *others], sets=sets)
-    found = values_of(table)
+    found = values_of(table, "layer", "head", "patched", "metric")
     for name, expected in {"aligners": 1.0, "lookup": 1.0, "random 0": 0.0, "nothing": 0.0}.items():
         assert found[None, None, name, "interchange"] == expected, name
         assert found[None, None, name, "corrupted_correct"] == 1 - expected, name

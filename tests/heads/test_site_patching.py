@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from effects_by_hand import values_of
 from legs import product
 from torch import Tensor
 
@@ -20,6 +21,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 BASIS = torch.linalg.qr(torch.randn(32, 3, generator=GENERATOR)).Q.T
 NEURONS = [3, 0, 7]
 COLUMNS = ("query_pos", "token", WRONG)
+PLACE = ("site", "layer", "position")
 Part = Callable[[Tensor, Tensor], Tensor]
 """(old, source) -> what replaces the old activation."""
 
@@ -124,21 +126,12 @@ def columns_of(mask: Tensor) -> dict[int, Tensor]:
     return {column: mask & (torch.arange(mask.shape[1]) == column) for column in range(mask.shape[1])}
 
 
-def values_of(table: ac.Table) -> dict[tuple, float]:
-    frame: Any = table.frame
-    keys = frame[["site", "layer", "position"]].itertuples(index=False)
-    found = {}
-    for (site, layer, position), value in zip(keys, frame["value"], strict=True):
-        found[site, None if pd.isna(layer) else int(layer), position] = value
-    return found
-
-
 @pytest.mark.parametrize(("metric", "name"), product(["log_prob", "logit_diff", "kl"], ["llama", "gpt2"]))
 def test_every_site_and_column_equals_a_loop(models, alone, name, metric):
     model = models[name]
     sites = LAYER_SITES if metric == "log_prob" else ("resid_mid", "mlp_post")
     table = ac.patch_sites(model, ac.Pair(CLEAN, CORRUPTED, metric, "all"), sites)
-    found = values_of(table)
+    found = values_of(table, *PLACE)
     assert table.provenance.engine == "replay" and len(found) == len(sites) * 2 * 8
     for (site, layer, column), value in found.items():
         if column in (2, 4, 7):
@@ -165,7 +158,7 @@ def test_neurons_directions_and_hook_points_equal_a_loop(models, alone, name, pa
     if part is of_direction:
         sites.remove("mlp_post")  # which has another size
     table = ac.patch_sites(model, ac.Pair(CLEAN, CORRUPTED, "log_prob", "all"), sites, positions=named, **fields)
-    found = values_of(table)
+    found = values_of(table, *PLACE)
     assert len(found) == 2 * (2 * (len(sites) - 2) + 2)
     for (site, layer, position), value in found.items():
         hook_point = site if "hook" in site else name_of(site, layer)
@@ -182,14 +175,14 @@ def test_neurons_directions_and_hook_points_equal_a_loop(models, alone, name, pa
 def test_positions_may_be_masks_groups_and_all(models, alone):
     model, pair = models["llama"], ac.Pair(CLEAN, CORRUPTED, "log_prob", "all")
     options: dict[str, Any] = {"sites": ["resid_post"], "layers": [0]}
-    named = values_of(ac.patch_sites(model, pair, **options, positions=["END", "S2"]))
+    named = values_of(ac.patch_sites(model, pair, **options, positions=["END", "S2"]), *PLACE)
     masks = {name: CLEAN.mask_of(name) for name in ("END", "S2")}
-    assert values_of(ac.patch_sites(model, pair, **options, positions=masks)) == pytest.approx(named, abs=1e-6)
-    whole_stream = values_of(ac.patch_sites(model, pair, **options, positions=None))
+    assert values_of(ac.patch_sites(model, pair, **options, positions=masks), *PLACE) == pytest.approx(named, abs=1e-6)
+    whole_stream = values_of(ac.patch_sites(model, pair, **options, positions=None), *PLACE)
     assert list(whole_stream) == [("resid_post", 0, "all")]
     every_head = ac.patch_sites(model, pair, ["z"], layers=[1], positions="END")
     expected = by_hand(model, alone["llama"], "blocks.1.attn.hook_z", masks["END"], whole, "log_prob")
-    assert values_of(every_head) == pytest.approx({("z", 1, "END"): expected}, abs=1e-5)
+    assert values_of(every_head, *PLACE) == pytest.approx({("z", 1, "END"): expected}, abs=1e-5)
     heads = ac.patch_heads(model, pair, sites=["resid_post"], heads=[(0, 0)], positions=["END", "S2"])
     assert heads.frame["positions"].tolist() == ["END", "S2"]
     assert heads.frame["value"].tolist() == list(named.values())

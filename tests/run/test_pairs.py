@@ -91,6 +91,17 @@ def test_halves_of_other_shapes_are_refused(ids):
     refused("do not match token by token", ac.Pair, prompts, ac.Prompts.from_tokens(ids))
 
 
+def test_both_runs_have_the_right_and_wrong_answers_of_the_clean_prompts():
+    prompts, tokens = ac.Prompts.from_tokens([[1, 2], [3, 4]]), torch.arange(2)
+    clean, other = (replace(prompts, targets=prompts.targets.assign(wrong=wrong)) for wrong in (5, 6))
+    clean = replace(clean, answer_tokens=tokens, correct=torch.eye(2).bool())
+    metrics = ac.Pair(clean, other, metric="logit_diff").target_metrics
+    assert metrics.targets["wrong"].tolist() == [5, 5]
+    torch.testing.assert_close(metrics.correct, clean.correct)
+    known = replace(other, answer_tokens=tokens + 1, own_correct=torch.eye(2).bool())
+    refused("have different answer_tokens, the columns of own_correct", ac.Pair, clean, known)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "expected"),
     [

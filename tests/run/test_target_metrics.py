@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from effects_by_hand import edges_of, values_of
 from frozen import Twin, of_lengths
 from legs import product
 from refusals import refused
@@ -16,7 +17,6 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.circuits.direct_effects import direct_logit_attribution as dla
-from align_circuits.hooks.graph import Graph
 from align_circuits.prompts.prompts import WRONG
 from align_circuits.run.target_metrics import (
     Metric,
@@ -153,13 +153,6 @@ def check_baselines(table: ac.Table, model: Any, pair: ac.Pair) -> None:
     )
 
 
-def values_of(table: ac.Table, *keys: str, **where: Any) -> dict[Any, float]:
-    frame: Any = table.frame
-    for column, value in where.items():
-        frame = frame[frame[column] == value]
-    return dict(zip(frame[list(keys)].itertuples(index=False, name=None), frame["value"], strict=True))
-
-
 @pytest.mark.parametrize(
     ("metric", "halves", "how"),
     product(METRICS, LENGTHS, [("noise", "auto"), ("denoise", "reference")]),
@@ -193,11 +186,6 @@ def test_ablated_heads(model, halves, metric):
     intact = values_of(table.baselines, "run", kind="all", metric=name_of_metric(metric))["clean",]
     assert intact == pytest.approx(float(twin.before.mean()), abs=1e-5)
     refused("effects of 'ablate_heads' have no scale from corrupted to clean prompts", table.normalized)
-
-
-def edges_of(model: Any) -> list[tuple[str, str]]:
-    graph = Graph.of(model.cfg)
-    return [(graph.senders[j].name, graph.receivers[i].name) for i, j in graph.edges.nonzero().tolist()]
 
 
 @few_named

@@ -171,11 +171,18 @@ def test_what_matters_most_comes_first(verb, keys, best):
     assert both.where(when="after").top(metric, 1).frame["value"].item() == best / 2
 
 
-@pytest.mark.parametrize(("settings", "best"), [({"grad_drop": True}, 2), ({}, -3)])
-def test_settings_decide_too(settings, best):
+@pytest.mark.parametrize(
+    ("metric", "settings", "best"),
+    [
+        ("log_prob", {"grad_drop": True}, 2),
+        ("log_prob", {}, -3),
+        ("function_vector", {"direction": None, "tasks": [{"metric": "kl"}]}, -3),
+    ],
+)
+def test_settings_decide_too(metric, settings, best):
     """Attribution without a sign is highest in both directions; older tables have the direction as a setting."""
-    kept = Table(effects("attribute_heads").frame, Provenance("attribute_heads", settings | {"direction": "noise"}))
-    assert kept.top("log_prob", 1).frame["value"].item() == best
+    kept = Table(effects("any", metric=metric).frame, Provenance("any", {"direction": "noise"} | settings))
+    assert kept.top(metric, 1).frame["value"].item() == best
 
 
 @pytest.mark.parametrize("level", ["layer", "edge"])
