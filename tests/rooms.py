@@ -21,7 +21,7 @@ ROOMS = {
     "align_circuits/tasks": (2162, 2100),
     "align_circuits/models": (3130, 2400),
     "align_circuits/run": (2215, 1500),
-    "align_circuits/heads": (4560, 2600),
+    "align_circuits/heads": (4570, 2600),
     "align_circuits/circuits": (1271, 1100),
     "align_circuits/localizers": (560, 500),
     "align_circuits/report": (2060, 1700),

@@ -83,7 +83,7 @@ def attribute_heads(
     layers = range(model.cfg.n_layers)
     if grad_drop and len(layers) < 2:
         raise ValueError("grad_drop leaves one layer out at a time, and this model has one: leave it off")
-    if not sites:
+    if not (sites := tuple(dict.fromkeys(sites))):
         raise ValueError("no site to attribute to: give at least one, such as 'z'")
     for site in sites:
         at_layers = site in LAYER_SITES

@@ -52,7 +52,7 @@ def ablate_heads(
         how: `"mean"` over tokens of the same group, `"resample"` from another prompt (an unrelated one, where at most
             half of all are related), or `"zero"`.
         heads: Which heads, as `(2, 3)` or `"L2H3"`; all by default.
-        baseline: The prompts whose activations replace those of the head; by default `prompts`.
+        baseline: The prompts whose activations replace those of the head; by default `prompts`. Not with `"zero"`.
         by: With `"mean"`: which tokens are a group, as for `ablation_baseline`.
         metrics: What is measured, one or several, as `Pair.metric`; `"kl"` is the divergence from the intact model.
         screen: A share of the heads, as for `patch_heads`: these are ablated, and the others' effects estimated.
@@ -65,10 +65,14 @@ def ablate_heads(
         also by `estimated`, as `patch_heads`.
 
     Raises:
-        ValueError: A head that the model does not have, prompts without targets, baseline prompts that do not fit, a
-            screen that is no share, or one without a metric that has a gradient.
+        ValueError: A head that the model does not have, prompts without targets, baseline prompts that do not fit,
+            `baseline` or `by` with a kind of ablation that does not use it, a screen that is no share, or one without a
+            metric that has a gradient.
     """
     selected, source = heads_of(model.cfg, heads), None
+    if baseline is not None and how == "zero":
+        raise ValueError("baseline= with how='zero': zeros are taken from no prompts; leave it out")
+    _check_by(how, by)
     if how == "mean" and by is None and default_groups(prompts) == "kind":
         by = "kind"  # whatever the baseline prompts are: the tokens that run must be in its groups
     check_screen(screen)
@@ -130,8 +134,7 @@ def ablation_baseline(
         ValueError: An unknown kind or site, a position that a single prompt has, or prompts that cannot be resampled: a
             single one, or some of them padded.
     """
-    if by is not None and how != "mean":
-        raise ValueError(f"by={by!r} with how={how!r}: groups of tokens are for 'mean' alone; leave it out")
+    _check_by(how, by)
     if how not in ("zero", "mean", "resample"):
         raise ValueError(f"how={how!r}: choose 'mean', 'resample' or 'zero'")
     if site not in (known := (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)):
@@ -173,6 +176,11 @@ def ablation_baseline(
         ((_, values, _),) = sweep.measure(computes)
         means |= {name: torch.from_numpy(value) for name, value in zip(missing, values, strict=True)}
     return AblationBaseline(means={name: means[name] for name in names}, by=by)
+
+
+def _check_by(how: str, by: MeansBy | None) -> None:
+    if by is not None and how != "mean":
+        raise ValueError(f"by={by!r} with how={how!r}: groups of tokens are for 'mean' alone; leave it out")
 
 
 def _check_resampling(prompts: Prompts) -> None:

@@ -179,7 +179,8 @@ def test_refusals(llama, prompts, char_tokenizer):
         ),
         (lambda: ablate_heads(llama, prompts[:1], by="position"), "a position occurs in a single one of the 1 prompts"),
         (lambda: ablation_baseline(llama, padded, by="position"), "a position occurs in a single one of the 2 prompts"),
-        (lambda: ablate_heads(llama, prompts, "zero", by="kind"), "groups of tokens are for 'mean' alone"),
+        (lambda: ablate_heads(llama, prompts, "resample", by="kind"), "groups of tokens are for 'mean' alone"),
+        (lambda: ablate_heads(llama, prompts, "zero", baseline=prompts), "zeros are taken from no prompts"),
     ]:
         refused(message, run)
     nothing = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3).sample(2, char_tokenizer)
