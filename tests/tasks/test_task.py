@@ -95,6 +95,7 @@ def test_the_recipe_of_the_documentation_is_a_task(tmp_path, char_tokenizer):
             r"Wrong.corrupt returned a Tensor: return Prompts",
         ),
         ("corrupt", lambda _, prompts, **__: prompts, ValueError, "Wrong.corrupt returned the prompts as they were"),
+        ("sample", lambda *_, **__: Doubled().sample(15), ValueError, "returned 15 prompts and was asked for n=16"),
         ("roles", {"mover": "moves"}, ValueError, r"no row of mover; add a relation of that name to them"),
     ],
 )
