@@ -33,6 +33,7 @@ from align_circuits.prompts.texts import (
     TokenizedText,
     check_aligned,
     groups_of_equal,
+    ids_of,
     in_characters,
     joined,
     text_of_token,
@@ -626,10 +627,10 @@ class Prompts:
 
     @classmethod
     def _of_texts(
-        cls, tokenized: Sequence[TokenizedText], tokenizer: Any, groups: Sequence[Hashable] | None, names: Sequence[str]
+        cls, tokenized: Sequence[TokenizedText], tokenizer: Any, groups: Any, names: Sequence[str], partners: Any = ()
     ) -> "Prompts":
         read = [text.ids[: text.n_text] for text in tokenized]
-        groups = groups_of_equal(read, names) if groups is None else groups
+        groups = groups_of_equal(read, names, partners) if groups is None else groups
         prompts = cls.from_tokens([text.ids for text in tokenized], tokenizer=tokenizer)
         start = prompts.mask.int().argmax(1)  # prompts are padded on the left
         first = torch.arange(prompts.tokens.shape[1]) - start[:, None]
@@ -728,9 +729,7 @@ class Prompts:
         for name, (text, _, ids) in zip(names, pairs, strict=True):
             check_aligned(name, text, ids, tokenizer, uneven[1:])
         warn_of_far_pairs(names, [(text.ids[: text.n_text], ids) for text, _, ids in pairs])
-        if groups is None:
-            groups = groups_of_equal([text.ids[: text.n_text] for text, *_ in pairs], names, [ids for *_, ids in pairs])
-        prompts = cls._of_texts(tokenized, tokenizer, groups, names)
+        prompts = cls._of_texts(tokenized, tokenizer, groups, names, [ids for *_, ids in pairs])
         inputs, own_correct = prompts.inputs.clone(), None
         for row, (text, _, ids) in enumerate(pairs):
             first = prompts.inputs.shape[1] - len(text.ids)
@@ -770,7 +769,7 @@ class Prompts:
         Args:
             path: The file.
             tokenizer: A Hugging Face tokenizer.
-            with_corrupted: False leaves the corrupted texts out, which may then have any length.
+            with_corrupted: False leaves the corrupted texts out, which may then have any length, but for their groups.
 
         Raises:
             KeyError: A relation with the name of a position that is not there.
@@ -783,7 +782,8 @@ class Prompts:
         try:
             tokenized = tokenize(columns["text"], tokenizer, answer, wrong, named, names)
             if partner_texts is None or not with_corrupted:
-                clean, corrupted = cls._of_texts(tokenized, tokenizer, group, names), None
+                partner_ids = [ids_of(tokenizer, text) for text in partner_texts or ()]
+                clean, corrupted = cls._of_texts(tokenized, tokenizer, group, names, partner_ids), None
             else:
                 own_answer = columns.get("corrupted_answer")
                 partners = tokenize(partner_texts, tokenizer, own_answer, None, None, _corrupted(names))

@@ -55,7 +55,7 @@ def groups_of_equal(
     first: dict[tuple[int, ...], int] = {}
     equal = [first.setdefault(tuple(text), index) for index, text in enumerate(texts)]
     row_of = {(tuple(texts[row]), tuple(partner)): row for row, partner in enumerate(partners)}
-    mirrored = [(row, row_of[other, text]) for (text, other), row in row_of.items() if (other, text) in row_of]
+    mirrored = [(row, row_of[b, a]) for (a, b), row in row_of.items() if row_of.get((b, a), row) != row]
     again = [index for index, one in enumerate(equal) if one != index]
     if not again and not mirrored:
         return None
@@ -193,7 +193,7 @@ def _occurrences(text: str, part: str) -> list[int]:
 
 def _joins_spaces(tokenizer: Any, word: str) -> bool:
     """Whether a tokenizer reads a word and the space before it as other tokens than the word, and no more of them."""
-    alone, behind_space = _ids(tokenizer, word), _ids(tokenizer, f" {word}")
+    alone, behind_space = ids_of(tokenizer, word), ids_of(tokenizer, f" {word}")
     return alone != behind_space and len(behind_space) <= len(alone)
 
 
@@ -271,8 +271,8 @@ def name_of(tokenizer: Any) -> str:
     return f"the tokenizer {path!r} ({len(tokenizer)} tokens)" if path else f"this tokenizer ({len(tokenizer)} tokens)"
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that goes on: without an end that the tokenizer adds, or a second beginning."""
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Returns the tokens of a text that goes on: without an end that the tokenizer adds, or a second beginning."""
     return _read(tokenizer, text)[0]
 
 
@@ -296,7 +296,7 @@ def _read(tokenizer: Any, text: str) -> tuple[list[int], int]:
 def _continuation(tokenizer: Any, text_name: str, what: str, text: str, ids: list[int], answer: str) -> list[int]:
     """The tokens of an answer behind a text, if it starts a token of its own."""
     # Read together, as the model reads them: alone an answer may become other tokens.
-    both = _ids(tokenizer, text + answer)
+    both = ids_of(tokenizer, text + answer)
     if both[: len(ids)] != ids or len(both) == len(ids):
         remedy = "with most tokenizers it begins with a space, and the text ends without one"
         if text.endswith(" "):

@@ -11,7 +11,6 @@ from torch import Tensor
 from align_circuits.checks import Tokenizer, check_size, checked
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.texts import name_of
-from align_circuits.tasks.alignment_priors import sample_alignment
 from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption
 from align_circuits.tasks.gold_relations import prompts_of
@@ -80,11 +79,6 @@ class LexiconTask(TranslationTask):
         check_choices(self, alignment=Order, style=LexiconStyle, unknown=Unknown)
         if isinstance(self.lexicon, str):
             check_choices(self, lexicon=LEXICONS)
-
-    @property
-    def aligned(self) -> tuple[int, ...]:
-        """Ã: the input position, from 0, that each output translates."""
-        return sample_alignment(Rng(self.task_seed, "task"), self.alignment, self.x_len)
 
     @checked
     def pairs_of(self, tokenizer: Tokenizer) -> dict[str, str]:

@@ -107,8 +107,8 @@ def first_half(prompts: Prompts) -> int:
         raise ValueError(f"{len(prompts)} prompt, which cannot be split: give at least two")
     if prompts.group is None:
         return min(max(near, 1), len(prompts) - 1)
-    same = prompts.group[:, None] == prompts.group
-    last = torch.stack([row.nonzero()[-1, 0] for row in same])  # the last prompt of each one's group
+    _, group = prompts.group.unique(return_inverse=True)
+    last = torch.zeros_like(group).scatter_reduce(0, group, torch.arange(len(group)), "amax")[group]  # of its group
     # A cut parts no group where each one that began before it has ended before it.
     ends = (last.cummax(0).values[:-1] < torch.arange(1, len(last))).nonzero()[:, 0] + 1
     if not len(ends):

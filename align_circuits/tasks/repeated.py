@@ -46,7 +46,8 @@ class RepeatedTokensTask(Task):
 
         Args:
             n: How many prompts. The first prompts of a seed are the same however many are drawn.
-            tokenizer: A Hugging Face tokenizer, whose special tokens are left out, or the size of a vocabulary.
+            tokenizer: A Hugging Face tokenizer, whose `all_special_ids` are left out (other added tokens, such as the
+                reserved ones of Llama 3, are not), or the size of a vocabulary.
             seed: Which prompts.
 
         Raises:

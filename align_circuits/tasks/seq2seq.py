@@ -52,17 +52,31 @@ class TranslationTask(Task):
     n_examples: int
     alignment: Any
     style: Any
+    decay: float | None = None
+    prior_form: PriorForm = "text"
+    task_seed: int
     _no_prior: ClassVar[Mapping[str, Any]] = {}
     """The settings of a task whose alignment has no prior."""
+
+    @property
+    def aligned(self) -> tuple[int, ...]:
+        """Ã: the input position, from 0, that each phrase translates."""
+        return sample_alignment(Rng(self.task_seed, "task"), self.alignment, self.x_len, self.decay, self.prior_form)
 
     def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:
         """Returns clean prompts and the same with another test input; one symbol has no other order."""
         return (prompts, prompts) if self.x_len == 1 else super().pairs(prompts, seed)
 
-    def control(self) -> "TranslationTask":
-        """Returns the task with a permuted alignment, or with a monotonic one if its own is permuted or reversed."""
-        alignment = "monotonic" if self.alignment in ("permutation", "reversed") else "permutation"
-        return replace(self, alignment=alignment, **self._no_prior)  # pyright: ignore[reportArgumentType] - a dataclass
+    def control(self) -> "TranslationTask | None":
+        """Returns the task with a permuted alignment, or with a monotonic one if its own is that or reversed.
+
+        None with one symbol, which has one alignment.
+        """
+        # Not by the name of the alignment: a prior may draw this permutation too.
+        permuted = replace(self, alignment="permutation", **self._no_prior)  # pyright: ignore[reportArgumentType] - a dataclass
+        if self.alignment == "reversed" or self.aligned == permuted.aligned:
+            permuted = replace(permuted, alignment="monotonic")  # pyright: ignore[reportArgumentType]
+        return None if self.aligned == permuted.aligned else permuted
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -156,12 +170,6 @@ class Seq2SeqTask(TranslationTask):
             if not isinstance(given := getattr(self, name), str):
                 object.__setattr__(self, name, tuple(given))  # a task can be hashed
         _check(self)
-
-    @property
-    def aligned(self) -> tuple[int, ...]:
-        """Ã: the input position, from 0, that each phrase translates."""
-        rng = Rng(self.task_seed, "task")
-        return sample_alignment(rng, self.alignment, self.x_len, self.decay, self.prior_form)
 
     @checked
     def sample(self, n: int, tokenizer: Tokenizer | None = None, seed: int = 0, references: bool = True) -> Prompts:

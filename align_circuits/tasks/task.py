@@ -11,6 +11,7 @@ import torch
 from align_circuits.checks import WrongArgument
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.tasks.partners import next_unrelated
+from align_circuits.tasks.rng import Rng
 
 TOKEN_ROLES: Mapping[str, str] = {
     "induction": "attends to the tokens that followed earlier copies of its token",
@@ -92,7 +93,12 @@ class Task(ABC):
 
 
 def sampled(task: Task, n: int, tokenizer: Any, seed: int) -> Prompts:
-    """Returns what a task samples, or raises a `WrongArgument` if `sample` lacks parameters or returns no prompts."""
+    """Returns what a task samples, related prompts side by side.
+
+    Raises:
+        WrongArgument: `sample` lacks parameters or returns no prompts.
+        ValueError: It returns fewer prompts than it was asked for, or more.
+    """
     takes, name = signature(task.sample), type(task).__name__
     try:
         takes.bind(n, tokenizer, seed=seed)
@@ -101,7 +107,14 @@ def sampled(task: Task, n: int, tokenizer: Any, seed: int) -> Prompts:
         raise WrongArgument(f"{name}.sample takes {given}: write sample(self, n, tokenizer=None, seed=0)") from None
     prompts = task.sample(n, tokenizer, seed=seed)
     _check_made(task, "sample", prompts)
-    return prompts
+    if len(prompts) != n:
+        raise ValueError(f"{name}.sample returned {len(prompts)} prompts and was asked for n={n}: return n of them")
+    if prompts.group is None or len(prompts.group.unique_consecutive()) == prompts.n_groups:
+        return prompts
+    # `localize` cuts prompts in two, which leaves only groups whole that stand side by side. Their order is drawn: by
+    # their first prompts large ones would all be in the first half.
+    rank, (_, group) = Rng(seed, "sampled").order("groups", prompts.n_groups), prompts.group.unique(return_inverse=True)
+    return prompts[rank[group].argsort(stable=True)]
 
 
 def _check_made(task: Task, method: str, prompts: Any) -> None:

@@ -103,6 +103,11 @@ def test_lines_with_the_same_text_are_one_group(file, char_tokenizer):
     with pytest.warns(UserWarning, match="2 texts repeat earlier ones, first line 3; equal texts count as one group"):
         prompts, _ = Prompts.from_jsonl(file(*lines), char_tokenizer)
     assert prompts.group is not None and prompts.group.tolist() == [0, 1, 0, 2, 0]
+    pairs = [{"text": text, "answer": "a", "corrupted": other} for text, other in ("ab", "ba", "cd", "ee")]
+    with pytest.warns(UserWarning, match="2 of 3 pairs are the reverse of another one"):
+        prompts, _ = Prompts.from_jsonl(file(*pairs[:3]), char_tokenizer, with_corrupted=False)
+    assert prompts.group is not None and prompts.group.tolist() == [0, 0, 1]
+    assert Prompts.from_jsonl(file(pairs[3]), char_tokenizer, with_corrupted=False)[0].group is None
     own = [line | {"group": number} for number, line in enumerate(lines)]
     with pytest.warns(UserWarning, match="line 3 repeats an earlier text in another group"):
         assert Prompts.from_jsonl(file(*own), char_tokenizer)[0].n_groups == 5, "a file's own groups stand"

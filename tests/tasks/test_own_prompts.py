@@ -14,7 +14,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task, first_half
 from align_circuits.tasks.repeated import RepeatedTokensTask
-from align_circuits.tasks.task import TOKEN_ROLES
+from align_circuits.tasks.task import TOKEN_ROLES, Task, sampled
 
 
 def numbered(n: int, group: list[int] | None = None) -> Prompts:
@@ -62,9 +62,13 @@ def test_no_group_is_on_both_sides_of_a_split(group, seed):
 
 
 def test_groups_that_are_interleaved_are_not_cut():
-    """As a task of one's own may return them."""
-    assert first_half(numbered(6, [0, 1, 0, 1, 2, 3])) == 4
-    assert first_half(numbered(6)) == 3
+    """As a task of one's own may return them: then its groups are put side by side."""
+    for group in ([*range(39), 0], [3] * 10 + [*range(30)]):
+        task = type("Own", (Task,), {"sample": lambda *_, group=group, **__: numbered(40, group)})()
+        halved = [sampled(task, 40, None, seed) for seed in range(9)]
+        assert all(15 <= first_half(prompts) <= 25 for prompts in halved)
+        assert len({str(prompts.group) for prompts in halved}) == 9, "their order is drawn"
+    assert (first_half(numbered(6, [0, 1, 0, 1, 2, 3])), first_half(numbered(6))) == (4, 3)
     refused("a task's with related ones side by side", first_half, numbered(4, [0, 1, 1, 0]))
     refused("1 prompt, which cannot be split", first_half, numbered(1))
 
@@ -87,12 +91,9 @@ def test_partners_stay_with_their_prompts():
     refused("5 corrupted prompts for 6: give a partner for each", OwnPrompts, clean, corrupted[:5])
 
 
-def test_prompts_without_a_partner_of_their_length():
-    prompts = Prompts.from_tokens([[1, 2], [1, 2, 3]])
-    refused("no two prompts have the same length", OwnPrompts(prompts).pairs, OwnPrompts(prompts).sample(2))
-
-
 def test_two_prompts_of_one_length_are_each_others_partners():
+    uneven = OwnPrompts(Prompts.from_tokens([[1, 2], [1, 2, 3]]))
+    refused("no two prompts have the same length", uneven.pairs, uneven.sample(2))
     prompts = OwnPrompts(Prompts.from_tokens([[1, 2, 3], [4, 5, 6], [7, 8]])).sample(3)
     clean, corrupted = OwnPrompts(prompts).pairs(prompts)
     assert clean.inputs.tolist() == corrupted.inputs.tolist()[::-1] == [[1, 2, 3], [4, 5, 6]]

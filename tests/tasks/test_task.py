@@ -95,6 +95,7 @@ def test_the_recipe_of_the_documentation_is_a_task(tmp_path, char_tokenizer):
             r"Wrong.corrupt returned a Tensor: return Prompts",
         ),
         ("corrupt", lambda _, prompts, **__: prompts, ValueError, "Wrong.corrupt returned the prompts as they were"),
+        ("sample", lambda *_, **__: Doubled().sample(15), ValueError, "returned 15 prompts and was asked for n=16"),
         ("roles", {"mover": "moves"}, ValueError, r"no row of mover; add a relation of that name to them"),
     ],
 )
@@ -166,7 +167,10 @@ def test_the_control_changes_the_alignment_and_nothing_else():
     task = ac.Seq2SeqTask(alignment="prior", decay=1.0, prior_form="code", n_examples=3)
     permuted = ac.Seq2SeqTask(alignment="permutation", n_examples=3)
     assert task.control() == permuted
-    assert permuted.control() == ac.Seq2SeqTask(n_examples=3) and permuted.control().control() == permuted
+    assert permuted.control() == ac.Seq2SeqTask(n_examples=3) and ac.Seq2SeqTask(n_examples=3).control() == permuted
+    priors = [ac.Seq2SeqTask(x_len=2, alignment="prior", decay=0.0, task_seed=seed) for seed in range(30)]
+    assert all(getattr(task.control(), "aligned", None) not in (None, task.aligned) for task in priors)
+    assert ac.Seq2SeqTask(x_len=1).control() is None
 
 
 def test_one_symbol_has_no_corrupted_partner(char_tokenizer):
