@@ -706,7 +706,7 @@ def test_a_model_is_tuned_on_a_file_of_prompts(tiny, tmp_path, ran, monkeypatch)
     common = ["--model", tiny, "--prompts", str(file), "--n", "40", "--seed", "1", "--out"]
     config = ["--steps", "1", "--batch", "2", "--probe-prompts", "2", "--layers", "1"]
     printed = ran(["tune", *common, str(tmp_path / "tuned"), *config])
-    assert re.search(r"is correct in .* of the 8 prompts that it did not learn from before tuning and in", printed)
+    assert re.search(r"is correct in .* after it, on the 8 prompts that it did not learn from\.", printed)
     model = ac.load(tiny)
     prompts, corrupted = ac.Prompts.from_jsonl(file, model.tokenizer, with_corrupted=True)
     assert corrupted is not None
