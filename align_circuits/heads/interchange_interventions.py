@@ -87,15 +87,19 @@ def interchange_accuracy(
         raise ValueError(f"the name {min(taken)!r} is given twice, or means the model or a head: take another")
     patches |= edits
     shared = shared_at(model.cfg, site)
-    groups = [[(layer, head - head % shared + other) for other in range(shared)] for layer, head in selected]
-    edit_sets = [[], *([Patch(together, site=site)] for together in groups), *patches.values()]
+    firsts = [(layer, head // shared * shared) for layer, head in selected]
+    groups = [*dict.fromkeys(firsts)]  # heads that share a key head have a row each, but one patch, which runs once
+    of_groups = [[Patch([(layer, first + i) for i in range(shared)], site=site)] for layer, first in groups]
+    edit_sets = [[], *of_groups, *patches.values()]
     # The answer of the source prompts is "interchange", that of the base prompts "corrupted_correct".
     right = [(pair.clean.correct, "clean"), (pair.corrupted.own_correct, "corrupted")]
     metrics = [_answers(pair.clean, *side) for side in (right if pair.direction == "denoise" else right[::-1])]
     # Of all targets, so that these runs may share their unedited one with other sweeps; then of those that count.
     of_all = TargetMetrics.of(pair.base, metrics)
     values, engine = of_all.measure_edited(model, edit_sets, source=pair.source, with_source=True, options=options)
-    values, targets = values[..., differ.numpy()], TargetMetrics.of(pair.base.select_targets(differ), metrics)
+    run_of = [0, *(1 + groups.index(first) for first in firsts), *range(1 + len(groups), values.shape[1])]
+    values = values[:, run_of][..., differ.numpy()]
+    targets = TargetMetrics.of(pair.base.select_targets(differ), metrics)
     rows = [("model", None, None, NOTHING), *(("head", *head, HEAD) for head in selected)]
     rows += [("set", None, None, name) for name in patches]
     keys = pd.DataFrame(rows, columns=["level", "layer", "head", "patched"])
