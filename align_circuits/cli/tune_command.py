@@ -100,9 +100,10 @@ class Tune(PromptVerb):
         highest = {name: ranked(scores, name) for name in roles[:MOST_MAPS]}
         highest = {name: rows for name, rows in highest.items() if len(rows)}  # no head need have a query of a relation
         best = ", ".join(f"{name} {head_value(rows.iloc[0])}" for name, rows in highest.items()) or "none"
+        of = f", on the {counted(prompts)} that it did not learn from" if own else ""
         summary = (
             f"{task.target_name} is correct in {first_token(before)} of cases before tuning and in "
-            f"{first_token(after)} after it" + own * f", on the {counted(prompts)} that it did not learn from"
+            f"{first_token(after)} after it{of}"
         )
         if "history" in set(after.frame["predictor"]):
             summary += f" (history ceiling {first_token(after, 'history')})"
