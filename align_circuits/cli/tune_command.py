@@ -79,10 +79,10 @@ class Tune(PromptVerb):
         task = unseen = OwnPrompts(prompts, corrupted) if own else self.source
         if isinstance(task, OwnPrompts):
             _, unseen = task.split(self.seed)  # as `tune` does
-            if naming and len(unseen.prompts) < 8:
+            if naming and (len(unseen.prompts) < 8 or unseen.prompts.n_groups < 2):
                 raise ValueError(
-                    f"{len(unseen.prompts)} of {len(prompts)} prompts are not learned from: give a file of at least "
-                    "40, for 8 to choose heads and to test them, or --no-heads"
+                    f"{counted(unseen.prompts)}, of {len(prompts)}, are not learned from: to choose heads and to test "
+                    "them takes 8, of two groups or more; give a file of at least 40, or --no-heads"
                 )
             prompts = unseen.prompts
         preset = f" of preset {self.preset}, but for what was given" if self.preset else ""

@@ -696,7 +696,7 @@ def pairs_file(tmp_path):
     return path
 
 
-def test_a_model_is_tuned_on_a_file_of_prompts(tiny, tmp_path, ran, monkeypatch):
+def test_a_model_is_tuned_on_a_file_of_prompts(tiny, tmp_path, ran, declined, monkeypatch):
     file = tmp_path / "pairs.jsonl"
     pairs = itertools.product("ABCDEFGH", "STUVWXYZ")
     lines = [{"text": f"k{a}mn{b}op{a}", "answer": b, "corrupted": f"k{b}mn{a}op{b}"} for a, b in pairs]
@@ -705,6 +705,10 @@ def test_a_model_is_tuned_on_a_file_of_prompts(tiny, tmp_path, ran, monkeypatch)
     monkeypatch.setattr(tune_command, "localize", lambda *of, **how: named.append(of[1].prompts) or found(*of, **how))
     common = ["--model", tiny, "--prompts", str(file), "--n", "40", "--seed", "1", "--out"]
     config = ["--steps", "1", "--batch", "2", "--probe-prompts", "2", "--layers", "1"]
+    grouped = [line | {"group": line["text"][1]} for line in lines[:40]]  # eight lines each: one group is held out
+    (tmp_path / "grouped.jsonl").write_text("\n".join(map(json.dumps, grouped)))
+    of_groups = ["tune", "--model", tiny, "--prompts", str(tmp_path / "grouped.jsonl"), "--out", str(tmp_path / "no")]
+    assert re.search("8 prompts in 1 group, of 40, are not learned from", declined(of_groups))
     printed = ran(["tune", *common, str(tmp_path / "tuned"), *config])
     assert re.search(r"is correct in .* after it, on the 8 prompts that it did not learn from\.", printed)
     model = ac.load(tiny)
@@ -846,7 +850,7 @@ def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys, dec
     printed = capsys.readouterr()
     assert "align-circuits: 4 prompts: give at least 8, half to choose" in printed.err
     assert "No head" not in printed.out
-    assert "2 of 8 prompts are not learned from: give a file of at least 40" in declined(["tune", *common])
+    assert "2 prompts, of 8, are not learned from: to choose heads" in declined(["tune", *common])
     lines = [json.loads(line) for line in pairs_file.read_text().splitlines()]
     uneven = [*lines[:2], lines[2] | {"answer": lines[2]["answer"] + "a"}, *lines[3:]]
     pairs_file.write_text("\n\n".join(map(json.dumps, uneven)))
