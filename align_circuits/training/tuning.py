@@ -534,8 +534,8 @@ class _TuningData:
         data = cls(task, config, tokenizer, None, {False: probed}, scored, whole)
         if isinstance(task, OwnPrompts) and config.prompts_per_step > len(task.prompts):
             n, most = len(task.prompts), 2 ** (len(task.prompts).bit_length() - 1)
-            few = f"batch={config.prompts_per_step}: there are {n} prompts to learn from; give more, or a config with"
-            raise ValueError(f"{few} a smaller batch, such as TuneConfig.preset('small', batch={most})")
+            few = f"batch={config.prompts_per_step}: there are {n} prompts to learn from; give more, or a"
+            raise ValueError(f"{few} smaller batch, such as batch={most}")
         data.batch(1, seed)  # raises here, before anything is written
         return data
 
