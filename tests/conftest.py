@@ -179,6 +179,7 @@ def random_hf_model():
             transformers.GptOssConfig,
             grouped | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
         ),
+        "olmo2": (transformers.Olmo2Config, grouped | {"pad_token_id": 0}),
         "gemma2": (transformers.Gemma2Config, grouped | {"head_dim": 8}),
         "phi3": (transformers.Phi3Config, grouped | {"pad_token_id": 0}),
         "bloom": (transformers.BloomConfig, {"n_layer": 2, "n_head": 4, "vocab_size": 64, "hidden_size": 32}),

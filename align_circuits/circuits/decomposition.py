@@ -74,11 +74,7 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
                 f"layer {layer} norms what its attention or its MLP adds to the residual stream, so that the stream is "
                 "not the sum of what heads and MLPs write: edges and direct effects need a plain residual stream"
             )
-        if architectures.norms_heads_together(model, layer, "q"):
-            raise ValueError(
-                f"layer {layer} norms the queries of all its heads together, so that what one head reads changes the "
-                "others: edges into single heads are not defined"
-            )
+        check_reads_apart(model, layer, "q")
     # One prompt is enough: a model that computes with other weights shows it on any.
     cached = capture(model, prompts[:1], hook_points(graph))
     device = device_of(model)
@@ -101,6 +97,15 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
                 check_same(f"what layer {layer} reads through {site!r}", computed, output)
         check_same("the last residual stream", stream, cached[reads_from(graph, "logits", graph.n_layers)])
     return residual_edges
+
+
+def check_reads_apart(model: HookedModel, layer: int, site: str) -> None:
+    """Raises a ValueError where a layer norms the queries, or the keys, of all its heads together."""
+    if architectures.norms_heads_together(model, layer, site):
+        raise ValueError(
+            f"layer {layer} norms the {'queries' if site == 'q' else 'keys'} of all its heads together, so that what "
+            "one head reads changes the others: edges and paths into single heads are not defined there"
+        )
 
 
 def check_same(what: str, computed: Tensor, captured: Tensor, size: Tensor | None = None) -> None:

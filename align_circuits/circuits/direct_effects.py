@@ -20,6 +20,7 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
+from align_circuits.jobs.identity import identity_of
 from align_circuits.models.parameters import device_of, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
@@ -143,8 +144,7 @@ def function_vectors(
     selected = heads_of(model.cfg, heads)
     if not selected:
         raise ValueError("no heads: name at least one")
-    layers = sorted({layer for layer, _ in selected})
-    names = [name_of("z", layer) for layer in layers]
+    names = [name_of("z", layer) for layer in sorted({layer for layer, _ in selected})]
     options = replace(options, engine=choose_engine(model, options, names))
     effects, tasks, engine = [], [], ""
     for pair in pairs:
@@ -163,12 +163,14 @@ def function_vectors(
         tasks.append({**pair.clean.task, "metric": targets.names[0], "kind": pair.kind or "all"})
     keys = with_level(pd.DataFrame(selected, columns=["layer", "head"])).assign(metric="function_vector")
     provenance = provenance_of("function_vectors", model, pairs[0].clean, engine, {"tasks": tasks})
-    values, weights = effects[0]
-    group = pairs[0].clean.group
+    (values, weights), group = effects[0], pairs[0].clean.group
     if len(pairs) > 1:
         # A task counts once, however many prompts it has: tasks are what the intervals draw.
         values = np.stack([weighted_mean(*of_task) for of_task in effects], axis=1)
         weights, group = np.ones_like(values), None
+        # Tables are paired, task by task, where all of their tasks are the same.
+        data = {"task": dict(pairs[0].clean.task), "digest": identity_of([each.clean.digest for each in pairs])}
+        provenance = replace(provenance, data=data)
     changes = metrics <= {*YES_OR_NO}
     return Table.from_prompts(keys, values, weights, provenance, bounded=False, changes=changes, group=group)
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.checks import checked
-from align_circuits.circuits.decomposition import on_merged_weights, residual_edges_of
+from align_circuits.circuits.decomposition import check_reads_apart, on_merged_weights, residual_edges_of
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.graph import Graph, Sender
 from align_circuits.hooks.head_names import HeadLike
@@ -85,8 +85,7 @@ def patch_edges(
         after, engine = targets.measure(model, [edit], len(senders), options=options)
         return targets.by_prompt(after[0])[0] - before, engine
 
-    receivers = selected.any(1).nonzero()[:, 0].tolist()
-    computes = {f"receiver-{receiver:05d}": partial(patch, receiver) for receiver in receivers}
+    computes = {f"receiver-{index:05d}": partial(patch, index) for index in selected.any(1).nonzero()[:, 0].tolist()}
     sweep = pair.sweep_parts("patch_edges", model, {"edges": selected.nonzero().tolist()}, options)
     effects = sweep.measure_all(computes, progress_bar(options, int(selected.sum()), "edge"))
     provenance = pair.provenance("patch_edges", model, {}, options.engine)
@@ -126,7 +125,7 @@ def patch_paths(
 
     Raises:
         KeyError: A name that the model does not have.
-        ValueError: Prompts that do not match, or no receiver that comes after a sender.
+        ValueError: Prompts that do not match, no receiver after a sender, or a query or key that is normed with others.
     """
     check_fits(model, pair.clean)
     pair = pair.prepared(model, options)
@@ -138,6 +137,8 @@ def patch_paths(
     selected[reads[:, None], writes] = graph.edges[reads[:, None], writes]
     if not selected.any():
         raise ValueError("none of the receivers comes after one of the senders: name later receivers, such as 'logits'")
+    for receiver in (graph.receivers[index] for index in reads):
+        check_reads_apart(model, receiver.layer, receiver.site)
     options = replace(options, engine=choose_engine(model, options, hook_points(graph)))
     cached = pair.cache(model, sent_from(graph), options)
     before = cached.metrics[0].numpy()
@@ -155,13 +156,9 @@ def patch_paths(
 
     sweep = pair.sweep_parts("patch_paths", model, {"edges": selected.nonzero().tolist()}, options)
     computes = {f"sender-{sender:05d}": partial(patch, sender) for sender in selected.any(0).nonzero()[:, 0].tolist()}
-    effects = np.full((*selected.T.shape, len(pair.clean)), np.nan)
-    # Row by row of `selected.T`, the edges of one sender follow those of the one before.
-    effects[selected.T.numpy()] = np.concatenate(
-        sweep.measure_all(computes, progress_bar(options, int(selected.sum()), "path"))
-    )
+    by_sender = np.concatenate(sweep.measure_all(computes, progress_bar(options, int(selected.sum()), "path")))
+    effects = by_sender[selected.T.nonzero()[:, 1].argsort(stable=True)]  # receiver by receiver
     provenance = pair.provenance("patch_paths", model, {}, options.engine)
-    effects = effects.swapaxes(0, 1)[selected.numpy()]
     return pair.edge_table(graph, selected, effects, provenance, cached.metrics.numpy(), changes=True)
 
 

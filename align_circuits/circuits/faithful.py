@@ -105,7 +105,7 @@ def faithfulness(
     if not np.nanmax(np.abs(all_of - none)) > ROUNDING:
         raise ValueError("the corrupted prompts change no prediction of the model: take another corruption")
     changes = np.concatenate([values - none, [all_of - none]])
-    weights = np.broadcast_to(runs.weights, changes.shape)
+    weights = np.broadcast_to(runs.targets.weights, changes.shape)
     if pair.clean.group is not None:
         changes, weights = stats.by_group(changes, weights, pair.clean.group.numpy())
     value, low, high = stats.ratio(changes[:-1], changes[-1], weights[0], runs.targets.names[0] in SHARES)
@@ -221,16 +221,13 @@ def minimality(
     heads, runs = heads_of(model.cfg, heads), CircuitRuns(model, pair, options)
     sets = dict.fromkeys([(), *_drawn(heads, draws, seed)])
     cases = [(head, removed) for head in heads for removed in sets if head not in removed]
-    remaining = [
-        tuple(head_kept for head_kept in heads if head_kept not in gone)
-        for head, removed in cases
-        for gone in ((*removed, head), removed)
-    ]
+    lost = [gone for head, removed in cases for gone in ((*removed, head), removed)]
+    remaining = [tuple(head for head in heads if head not in gone) for gone in lost]
     circuits = list(dict.fromkeys(remaining))  # several cases share a circuit, which is run once
     values = runs.measure(torch.stack([runs.graph.among(kept) for kept in circuits]))
     row_of = [circuits.index(kept) for kept in remaining]
     change = values[row_of[::2]] - values[row_of[1::2]]
-    means = np.abs(stats.weighted_mean(change, np.broadcast_to(runs.weights, change.shape)))
+    means = np.abs(stats.weighted_mean(change, np.broadcast_to(runs.targets.weights, change.shape)))
     best = [max((i for i, (of, _) in enumerate(cases) if of == head), key=lambda i: means[i]) for head in heads]
     rows = [(*head, describe(removed) or "nothing") for head, removed in (cases[i] for i in best)]
     keys = pd.DataFrame(rows, columns=["layer", "head", "without"]).assign(metric=runs.targets.names[0])
@@ -253,7 +250,6 @@ class CircuitRuns:
         # Once for all runs, so that those of the circuits and of the source differ by no engine's rounding.
         self._options = replace(options, engine=choose_engine(model, options, hook_points(self.graph)))
         self._source = capture(model, pair.corrupted, sent_from(self.graph), options=self._options)
-        self.weights = self.targets.weights
 
     def measure(self, circuits: Circuits) -> Float[ndarray, "circuit prompt"]:
         """Returns the mean metric of each prompt when the model keeps only a circuit."""

@@ -75,7 +75,7 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
                     circuits[count, receiver, ahead[: count + 1]] = False
                 values = np.concatenate([current[None], runs.measure(circuits)])
                 rise = np.diff(values, axis=0)
-                mean = stats.weighted_mean(rise, np.broadcast_to(runs.weights, rise.shape))
+                mean = stats.weighted_mean(rise, np.broadcast_to(runs.targets.weights, rise.shape))
                 # Those before the first that must stay are removed; what was tried after it, was tried without it.
                 removed = int((mean >= cut).argmax()) if (mean >= cut).any() else len(ahead)
                 kept[receiver, ahead[:removed]] = False

@@ -264,6 +264,8 @@ class TargetMetrics:
 
     def _own_number(self, metric: OwnMetric, logits: Tensor, rows: Tensor) -> Tensor:
         """A metric of the user's own, checked."""
+        if not len(rows):  # as in a batch of prompts without targets of the kind, of which it may make no tensor
+            return logits.sum(1)
         number = metric(logits.clone(), self.targets.iloc[rows.numpy()])  # it may change them, as others must not see
         check_returned(metric, number, (len(rows),), f"{len(rows)} targets")
         if logits.requires_grad and not number.requires_grad:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import effects_by_hand
@@ -458,8 +458,8 @@ def slope_of(case: Case, index: int, edge: tuple[str, str], factor: Tensor, shar
     return moved_edge(case, case.corrupted[index], edge[1], factor * moved, between)
 
 
-def patch_paths(case: Case) -> Both:
-    receivers = [reads for reads in ("L1H2.q", "M1", "logits") if reads in {to for _, to in edges_of(case)}]
+def patch_paths(case: Case, receivers: Sequence[str] = ("M1", "logits")) -> Both:
+    receivers = [reads for reads in receivers if reads in {to for _, to in edges_of(case)}]
     senders = ["input", "L0H1", "M0"]
     table: Any = ac.patch_paths(case.model, case.pair, senders=senders, receivers=receivers, options=case.options).frame
     found, plain = list[float](), case.plain
@@ -593,6 +593,7 @@ VERBS: dict[str, Callable[[Case], Both]] = {
     "attribute_edges": attribute_edges,
     "patch_edges": patch_edges,
     "patch_paths": patch_paths,
+    "patch_paths(receivers=['L1H2.q'])": partial(patch_paths, receivers=["L1H2.q"]),
     "faithfulness": faithfulness,
     "direct_logit_attribution": direct_logit_attribution,
     "function_vectors": function_vectors,
@@ -636,6 +637,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "Clamp": _PATTERNS,
     "attribute_edges": _EDGES,
     "patch_edges": _EDGES,
+    "patch_paths(receivers=['L1H2.q'])": dict.fromkeys(_QUERIES, _TOGETHER),
     "faithfulness": _EDGES,
     "direct_logit_attribution": _EDGES,
     "head_profile": _EDGES,

@@ -14,7 +14,7 @@ from refusals import refused
 import align_circuits as ac
 from align_circuits.circuits.direct_effects import direct_logit_attribution, function_vectors, head_profile
 from align_circuits.models.planted.planted_model import planted_competitors
-from align_circuits.tables.intervals import mean_interval, proportion_change
+from align_circuits.tables.intervals import mean_interval, proportion_change, unpaired_difference
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2, automata="task")
 
@@ -66,6 +66,7 @@ def test_dropout_stays_off_where_parts_run_outside_the_model(random_hf_model, ch
 
 def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+    prompts = replace(prompts, group=torch.tensor([0, 0, 1]))
     other = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2, automata="task", task_seed=1)
     pairs = [
         ac.Pair(clean, task.corrupt(clean, "labels", seed=1))
@@ -96,10 +97,14 @@ def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts)
             expected[h, t] = float((probability([(name, put)]) - probability([])).mean())
     np.testing.assert_allclose(table.frame["value"], expected.mean(1), atol=1e-6)
     assert set(table.frame["n"]) == {2}
-    assert table.provenance.data["digest"] == prompts.digest, "of the first pair"
     assert np.abs(expected).max() > 1e-3
     alone = function_vectors(model, pairs[:1], heads=heads)
     np.testing.assert_allclose(alone.frame["value"], expected[:, 0], atol=1e-6)
+    assert (table.unit, alone.unit) == ("prompts", "groups")
+    twice: Any = function_vectors(model, pairs[:1] * 2, heads=heads)
+    ends = (each.frame[["value", "low", "high"]].to_numpy(float) for each in (twice, table))
+    np.testing.assert_allclose((twice - table).frame[["low", "high"]], np.stack(unpaired_difference(*ends), 1))
+    assert np.isnan((alone - table).frame["low"].to_numpy()).all(), "of groups and of tasks"
     for each in (table, alone):  # whose effects may be below 0
         assert each.values is not None and each.weights is not None
         low, high = mean_interval(each.values, each.weights)

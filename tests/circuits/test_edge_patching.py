@@ -136,9 +136,12 @@ def test_refusals(models, random_hf_model, noise, clean, corrupted):
     ):
         refused(message, unchecked, ac.Pair, **pair, **wrong)
     refused("no targets of kind 'later': these prompts have 'all', 'first'", ac.Pair, **pair, kind="later")
-    normed = ac.load(random_hf_model("gemma2"), tokenizer=None)
-    with pytest.raises(ValueError, match="norms what its attention or its MLP adds"):
-        ac.patch_edges(normed, ac.Pair(of_lengths((8, 8), 0), of_lengths((8, 8), 1), direction="noise"))
+    gemma2, olmo2 = (ac.load(random_hf_model(name), tokenizer=None) for name in ("gemma2", "olmo2"))
+    refused("norms what its attention or its MLP adds", ac.patch_edges, gemma2, noise)
+    for receiver, normed_together in (("L1H2.q", "queries"), ("L1KV0.k", "keys")):
+        message = f"layer 1 norms the {normed_together} of all its heads together"
+        refused(message, ac.patch_paths, olmo2, noise, receivers=[receiver, "logits"])
+    assert len(ac.patch_paths(olmo2, noise, senders=["M0"], receivers=["L1KV0.v", "M1"])) == 2
 
 
 def adapted(model: Any, targets: str) -> Any:

@@ -234,14 +234,13 @@ def test_refusals(llama, pair, noise):
         ({"scores": replace(scores, frame=scores.frame.iloc[[0, *range(81)]])}, "has two scores: give one an edge"),
         ({"scores": replace(scores, frame=scores.frame.assign(value=np.nan))}, "82 of 82 scores are NaN"),
     ):
-        with pytest.raises(ValueError, match=message):
-            given = {"scores": scores, "pair": noise, **options}
-            inspect.unwrap(faithfulness)(llama, **given)  # annotations unchecked
-    with pytest.raises(ValueError, match="change no prediction of the model"):
-        faithfulness(llama, ac.Pair(pair["clean"], pair["clean"], direction="noise"), scores)
+        given = {"scores": scores, "pair": noise, **options}
+        refused(message, inspect.unwrap(faithfulness), llama, **given)  # annotations unchecked
+    same = ac.Pair(pair["clean"], pair["clean"], direction="noise")
+    refused("change no prediction of the model", faithfulness, llama, same, scores)
     other_way = attribute_edges(llama, ac.Pair(**pair), method="eap")
-    with pytest.raises(ValueError, match="of direction 'denoise', where an edge that is needed lies above zero"):
-        faithfulness(llama, noise, other_way, by="signed")
+    message = "of direction 'denoise', where an edge that is needed lies above zero"
+    refused(message, faithfulness, llama, noise, other_way, by="signed")
     frame: Any = other_way.frame
     joined = Table.concat([Table(frame[some], other_way.provenance) for some in (slice(40), slice(40, None))])
     refused("of direction 'denoise'", faithfulness, llama, noise, joined, by="signed")
