@@ -372,7 +372,12 @@ def _betting_low(
             yield _bets(known[rows][:, order], share[rows][:, order], counted[rows][:, order])
 
     def won(bets: Iterable[Any], m: Float[ndarray, " some"]) -> Bool[ndarray, " some"]:
-        gains = [_gain(values, stake, most, m[:, None]) for values, stake, most in bets]
+        m = m[:, None]
+        # The logarithm of what bets that values exceed m make of the stake.
+        gains = [
+            np.log1p(np.minimum(stake, most / np.maximum(m, 1e-300)) * (known - m)).sum(1)
+            for known, stake, most in bets
+        ]
         return np.logaddexp.reduce(gains) - np.log(_ORDERS) >= _WINS
 
     rows = np.flatnonzero(floor < mean)  # not where there is none
@@ -397,16 +402,6 @@ def _bets(
     before = np.concatenate([np.full((len(known), 1), 0.25), spread[:, :-1]], axis=1)
     stake = np.sqrt(2 * _WINS / (np.maximum(counted.sum(1, keepdims=True), 1) * before)) * share
     return known, stake, 0.75 * share
-
-
-def _gain(
-    known: Float[ndarray, "row prompt"],
-    stake: Float[ndarray, "row prompt"],
-    most: Float[ndarray, "row prompt"],
-    m: Float[ndarray, "row 1"],
-) -> Float[ndarray, " row"]:
-    """The logarithm of what bets that values exceed m make of the stake."""
-    return np.log1p(np.minimum(stake, most / np.maximum(m, 1e-300)) * (known - m)).sum(1)
 
 
 def _share_of_variance(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:
