@@ -145,7 +145,7 @@ def as_hooked(changes: Mapping[str, Change], model: HookedModel) -> dict[str, Ch
     changes there is added to the stream after the layer too, which it reaches unchanged in a `HookedTransformer`.
 
     Raises:
-        ValueError: It would reach it changed, since the layer scales its stream or goes on after the MLP (Gemma 4).
+        ValueError: It would reach it changed, since the layer scales or norms its stream, or goes on after the MLP.
     """
     hooked = dict(changes)
     for name, change in changes.items():
@@ -153,7 +153,7 @@ def as_hooked(changes: Mapping[str, Change], model: HookedModel) -> dict[str, Ch
             if architectures.scales_stream(model):
                 raise ValueError(
                     f"a change at {name!r} would reach the MLP alone: after it this {model.cfg.architecture} scales "
-                    "the stream and may add to it; take 'resid_pre', 'attn_out' or 'resid_post'"
+                    "or norms the stream, or adds to it; take 'resid_pre', 'attn_out' or 'resid_post'"
                 )
             after = name.replace("hook_resid_mid", "hook_resid_post")
             hooked[name], carried = _of_the_stream(change)

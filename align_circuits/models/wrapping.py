@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.hooks.compat import bridges, fused_projections, stored_weights, user_code
 from align_circuits.hooks.head_names import shared_at
+from align_circuits.hooks.hooked_model import token_positions
 from align_circuits.hooks.names import HEAD_SITES, Site, name_of
 from align_circuits.hooks.probes import evaluating
 from align_circuits.models.folder_checks import one_line
@@ -49,12 +50,9 @@ def bridge_around(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
             f"{len(missing)} tensors are on the meta device, without numbers, the first is {missing[0]}: load the "
             "weights first, by from_pretrained or to_empty and load_state_dict"
         )
-    if getattr(model.config, "scale_attn_weights", True) is False:
-        raise ValueError(
-            "scale_attn_weights=False: TransformerLens scales attention anyway, and its results would be wrong"
-        )
-    if type(model).__name__.startswith("GPTNeoX") and getattr(model.config, "attention_bias", True) is False:
-        raise ValueError("attention_bias=False: TransformerLens supports GPT-NeoX with attention biases only")
+    for kind, setting in (("", "scale_attn_weights"), ("GPTNeoX", "attention_bias")):
+        if type(model).__name__.startswith(kind) and getattr(model.config, setting, True) is False:
+            raise ValueError(f"{setting}=False: TransformerLens computes a {type(model).__name__} as if it were True")
     if adapted := [name for name in modules if name.endswith(FUSED) and hasattr(modules[name], "base_layer")]:
         raise ValueError(
             f"an adapter on {adapted[0]} would be lost: TransformerLens splits this fused projection into copies of "
@@ -140,7 +138,7 @@ def _logits_of(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 def _check_same_logits(bridge: Any, tokens: Tensor, expected: Tensor) -> None:
-    """Raises unless a bridge computes what Hugging Face does, and shows the heads that there are.
+    """Raises unless a bridge computes what Hugging Face does, behind padding too, and shows the heads that there are.
 
     Raises:
         ValueError: It does not: TransformerLens computes this architecture otherwise, or cuts its heads at other places
@@ -157,8 +155,11 @@ def _check_same_logits(bridge: Any, tokens: Tensor, expected: Tensor) -> None:
     hooks = [(name_of(*point), partial(note, point=point)) for point in points if name_of(*point) in bridge.hook_dict]
     refusal = f"TransformerLens cannot run this {bridge.cfg.architecture}"
     with _running(bridges.wrapped(bridge), refusal), evaluating(bridge):
-        logits = bridge.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]
-    distance = _apart(logits, expected)
+        runs = [bridge.run_with_hooks(tokens[None], fwd_hooks=hooks)[0]]
+        if expected.dtype != torch.float64:  # where prompts run one by one, without padding
+            padded, mask = (nn.functional.pad(each, (2, 0))[None] for each in (tokens, tokens >= 0))
+            runs.append(bridge(padded, attention_mask=mask.long(), position_ids=token_positions(mask))[0, 2:])
+    distance = max(_apart(logits, expected) for logits in runs)
     if distance > _allowed(expected):
         raise ValueError(
             f"TransformerLens computes other logits of this {bridge.cfg.architecture} than Hugging Face (up to "

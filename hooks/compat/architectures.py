@@ -39,8 +39,10 @@ def contribution_scale(block: Any) -> float:
 
 
 def scales_stream(bridge: Any) -> bool:
-    """Whether layers scale the stream after their MLP, and may add to it (Gemma 4)."""
-    return hasattr(component(bridge.blocks[0]), "layer_scalar")
+    """Whether layers scale the stream after their MLP, and may add to it (Gemma 4), or norm it (BERT, OPT-350m)."""
+    layer = component(bridge.blocks[0])
+    norms = type(layer).__name__ == "BertLayer" or not getattr(layer, "do_layer_norm_before", True)
+    return norms or hasattr(layer, "layer_scalar")
 
 
 def norms_contributions(block: Any) -> bool:
@@ -69,8 +71,7 @@ def skip_unread(model: Any) -> bool:
     """
     known = type(model).__name__ in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
     if known:
-        layer = model.model.layers[-1]
-        vars(layer)["forward"] = partial(_last_layer, layer)
+        vars(model.model.layers[-1])["forward"] = partial(_last_layer, model.model.layers[-1])
     return known
 
 

@@ -651,6 +651,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 REFUSED_AT_LOAD = {
     "falcon-40b": "TransformerLens cannot wrap this FalconForCausalLM",
     "falcon-alibi": "TransformerLens computes other logits of this FalconForCausalLM",
+    "openai-gpt": "TransformerLens computes other logits of this OpenAIGPTLMHeadModel",
     "deepseek-v3": "TransformerLens shows 'q' of layer 0 in the shape (1, 4, 8, 12)",
     "bert": "is no decoder: its logits depend on tokens to come",
     "t5": "is no decoder: an encoder reads its input",

@@ -94,6 +94,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES | {"multi_query": False, "alibi": False, "parallel_attn": False, "bias": True},
     ),
     "falcon-40b": ("Falcon", _SIZES | {"num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False}),
+    "openai-gpt": ("OpenAIGPT", _GPT2),
     "bloom": ("Bloom", _TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "mpt": ("Mpt", _TOKENS | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
     "granite": (
@@ -130,7 +131,7 @@ NOT_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What `load` must refuse."""
 
-_HEADS = {"gpt2": "LMHeadModel", "bert": "LMHeadModel", "t5": "ForConditionalGeneration"}
+_HEADS = {"gpt2": "LMHeadModel", "openai-gpt": "LMHeadModel", "bert": "LMHeadModel", "t5": "ForConditionalGeneration"}
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -215,13 +215,20 @@ def test_what_is_named_differently_is_refused(models, random_hf_model):
 
 
 @pytest.mark.filterwarnings("ignore")  # TransformerLens's, of hook points that only show
-def test_a_layer_that_goes_on_after_its_mlp_has_no_stream_between_to_change():
+@pytest.mark.parametrize("kind", ["Gemma4", "OPT", "Bert"])
+def test_a_layer_that_goes_on_after_its_mlp_has_no_stream_between_to_change(kind):
+    """OPT-350m and BERT norm the stream there: what was added to it before and after would count twice."""
     settings: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    settings |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "vocab_size_per_layer_input": 64}
+    settings |= {
+        "Gemma4": {"num_key_value_heads": 2, "head_dim": 8, "vocab_size_per_layer_input": 64},
+        "OPT": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
+        "Bert": {"is_decoder": True},
+    }[kind] | {"vocab_size": 64}
+    config = getattr(transformers, {"Gemma4": "Gemma4TextConfig"}.get(kind, f"{kind}Config"))(**settings)
     with torch.random.fork_rng(devices=[]):
-        hf = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**settings)).eval()
+        hf = getattr(transformers, "BertLMHeadModel" if kind == "Bert" else f"{kind}ForCausalLM")(config).eval()
     model, pair = ac.load(hf), ac.Pair(CLEAN, CORRUPTED)
-    with pytest.raises(ValueError, match="_mid' would reach the MLP alone: after it this Gemma4"):
+    with pytest.raises(ValueError, match=f"_mid' would reach the MLP alone: after it this {kind}"):
         ac.patch_sites(model, pair, ["resid_mid"])
     assert len(ac.patch_sites(model, pair, ["resid_pre", "attn_out"]).frame) > 0
 
