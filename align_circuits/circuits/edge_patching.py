@@ -157,7 +157,7 @@ def patch_paths(
     sweep = pair.sweep_parts("patch_paths", model, {"edges": selected.nonzero().tolist()}, options)
     computes = {f"sender-{sender:05d}": partial(patch, sender) for sender in selected.any(0).nonzero()[:, 0].tolist()}
     by_sender = np.concatenate(sweep.measure_all(computes, progress_bar(options, int(selected.sum()), "path")))
-    effects = by_sender[selected.T.nonzero()[:, 1].argsort(stable=True)]  # receiver by receiver
+    effects = by_sender[selected.T.nonzero()[:, 1].argsort(stable=True).numpy()]  # receiver by receiver
     provenance = pair.provenance("patch_paths", model, {}, options.engine)
     return pair.edge_table(graph, selected, effects, provenance, cached.metrics.numpy(), changes=True)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from legs import slow_but
 from measured import table_of
 
 import align_circuits as ac
@@ -97,7 +98,7 @@ def without_alignment(seed: int) -> PlantedModel:
     return model
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_but([0], range(4)))
 def test_in_a_planted_circuit_alignment_comes_too_late_from_the_lookup_on(seed, monkeypatch):
     model = without_alignment(seed)
     monkeypatch.setattr(prosthesis, "loaded", lambda _: model)

@@ -158,7 +158,8 @@ def adapted(model: Any, targets: str) -> Any:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # of GPT-2, where peft corrects it
 @pytest.mark.parametrize(
-    ("name", "targets"), [("llama", r".*(q_proj|v_proj|o_proj|down_proj)"), ("gpt2", r".*(attn|mlp)\.c_proj")]
+    ("name", "targets"),
+    [("llama", r".*(q|v|o|down)_proj"), pytest.param("gpt2", r".*(attn|mlp)\.c_proj", marks=pytest.mark.slow)],
 )
 def test_edges_of_a_model_with_an_adapter_are_those_of_the_merged_model(random_hf_model, noise, name, targets):
     whole, merged = (adapted(copy.deepcopy(random_hf_model(name)), targets) for _ in range(2))

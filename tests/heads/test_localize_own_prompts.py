@@ -38,23 +38,28 @@ def test_the_heads_of_a_circuit_are_named_from_its_prompts(char_tokenizer, tmp_p
     assert by_name.task.roles == {"lookup": "looks"} and by_name.heads("lookup")
 
 
+@pytest.fixture(scope="module")
+def without_wrong_answers():
+    prompts = TASK.sample(24, (model := ac.planted_circuit(TASK, seed=3)).tokenizer, seed=1)
+    roles = ["align_query", "align_key", "lookup", "previous"]
+    return model, prompts, ac.localize(model, prompts, roles=roles, n_controls=0)
+
+
 @pytest.mark.parametrize("wrong", ["impossible", "letter", "sometimes"])
-def test_verdicts_are_on_the_right_answer_above_the_wrong_one_where_each_prompt_has_one(char_tokenizer, wrong):
+def test_verdicts_are_on_the_right_answer_above_the_wrong_one_where_each_prompt_has_one(without_wrong_answers, wrong):
     """A wrong answer that is never likely is beaten without the circuit too; names do not depend on it."""
-    model, prompts = ac.planted_circuit(TASK, seed=3), TASK.sample(24, char_tokenizer, seed=1)
+    model, prompts, plain = without_wrong_answers
     first = (prompts.targets["kind"] == "first").to_numpy()
     token: Any = prompts.targets["token"]
-    column = {"impossible": token * 0 + char_tokenizer.bos_token_id, "letter": token.groupby(first).shift(-1)}
+    column = {"impossible": token * 0 + model.tokenizer.bos_token_id, "letter": token.groupby(first).shift(-1)}
     given = column.get(wrong, token).astype("Int64").where(first).fillna(int(token[first].iloc[0]))
     given = given.where(first & ~((wrong == "sometimes") & (np.arange(len(given)) < 9)))
     compared = replace(prompts, targets=prompts.targets.assign(wrong=given))
-    roles = ["align_query", "align_key", "lookup", "previous"]
-    plain, found = (ac.localize(model, each, roles=roles, n_controls=0) for each in (prompts, compared))
+    found = ac.localize(model, compared, roles=plain.task.roles, n_controls=0)
     assert found.heads_by_role == plain.heads_by_role and found.named_heads
     assert found.table.frame.equals(plain.table.frame)
     necessary, before = (
-        next(each for each in result.verdicts if each.claim == "necessary" and not each.role)
-        for result in (found, plain)
+        each for result in (found, plain) for each in result.verdicts if each.claim == "necessary" and not each.role
     )
     assert before.large
     if wrong == "sometimes":
