@@ -917,7 +917,7 @@ def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
             needed = "Int64" if column.isna().any() else "int64"
             if not (nullable and needed == "Int64"):
                 types[name] = needed
-    return frame.assign(**{name: frame[name].astype(needed) for name, needed in types.items()})
+    return frame.assign(**{name: frame[name].astype(types[name]) for name in types}) if types else frame
 
 
 _PLACES = {"head": ("layer", "head"), "kv_head": ("layer", "head"), "layer": ("layer",), "edge": ("sender", "receiver")}
