@@ -15,6 +15,7 @@ from align_circuits.heads.localization import Localization
 from align_circuits.heads.localize_heads import localize
 from align_circuits.hooks.edits import Clamp
 from align_circuits.hooks.head_names import describe, heads_of
+from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, checks_of
 from align_circuits.papers.icatune.tuned_models import (
     FRESH,
@@ -53,6 +54,9 @@ class Unmasking(Tunings):
     """Prompts on which heads are clamped, one at a time."""
     before: int | None = None
     """In how many of the seeds heads are localized before tuning, in the same model; in all by default."""
+    adapter: str | None = None
+    """What the only arm made, as `load` takes it (the name of its base, then `-ica`): measured in place of tuning it
+    anew, so that the numbers are those of the model that the package has. By default each arm is tuned here."""
 
 
 def clamped(*, model: str, task: Mapping[str, Any], role: str, prompts: int, seed: int, **_: str) -> pd.DataFrame:
@@ -82,6 +86,11 @@ def clamped(*, model: str, task: Mapping[str, Any], role: str, prompts: int, see
 def before(*, model: str, task: Mapping[str, Any], prompts: int, seed: int, **_: str) -> pd.DataFrame:
     """Localizes heads in the untuned model; the function of a job. Arguments as for `clamped`, rows as of `after`."""
     return _localized(loaded(model), task, prompts, seed).assign(part="before")
+
+
+def adapted(*, adapter: str, task: Mapping[str, Any], prompts: int, seed: int, **_: str) -> pd.DataFrame:
+    """Localizes heads in `Unmasking.adapter`; the function of a job. Arguments as for `clamped`, rows as of `after`."""
+    return _localized(load(adapter), task, prompts, seed).assign(part="after")
 
 
 def after(*, prompts: int, **run: Any) -> pd.DataFrame:
@@ -126,7 +135,15 @@ def _named(found: Localization, model: Any, seed: int) -> pd.DataFrame:
 
 
 def _train(config: Unmasking, inputs: Inputs) -> list[Measurement]:
-    return of_tuned(course, config.arms, inputs)
+    if config.adapter is None:
+        return of_tuned(course, config.arms, inputs)
+    model = inputs.model["model"]
+    if config.adapter != f"{model}-ica":
+        raise ValueError(
+            f"{config.adapter!r}, which is measured here, was not tuned from {model!r}: give --model "
+            f"{config.adapter.removesuffix('-ica')}"
+        )
+    return []
 
 
 def _jobs(config: Unmasking, inputs: Inputs) -> list[Measurement]:
@@ -142,11 +159,16 @@ def _jobs(config: Unmasking, inputs: Inputs) -> list[Measurement]:
         for seed in seeds
         for more in parts
     ]
-    return [*untuned, *of_tuned(after, config.arms, inputs, prompts=config.n)]
+    if config.adapter is None:
+        return [*untuned, *of_tuned(after, config.arms, inputs, prompts=config.n)]
+    (arm,), about = config.arms, {**inputs.model, "adapter": config.adapter, "prompts": config.n}
+    made = [Measurement(adapted, about | {"task": dict(arm.task)}, seed, {"arm": arm.name}) for seed in arm.seeds]
+    return [*untuned, *made]
 
 
-def _summarize(_: Unmasking, rows: Rows) -> pd.DataFrame:
-    return as_rows([rows[name] for name in ("clamped", "before", "after")], COLUMNS)
+def _summarize(config: Unmasking, rows: Rows) -> pd.DataFrame:
+    tuned_by = "after" if config.adapter is None else "adapted"
+    return as_rows([rows[name] for name in ("clamped", "before", tuned_by)], COLUMNS)
 
 
 _GAINS = rows(what="clamped")
@@ -257,7 +279,7 @@ UNMASK = Experiment(
             "smoke": Unmasking((SMOKE_ICA,), n=8, clamped=4),
             "cpu": Unmasking((ICA,)),
             "paper": Unmasking((PAPER_ICA,)),
-            "smollm2": Unmasking((replace(SMOLLM2_ICA, seeds=(1,)),), n=32, clamped=16),
+            "smollm2": Unmasking((replace(SMOLLM2_ICA, seeds=(1,)),), n=32, clamped=16, adapter="smollm2-ica"),
         },
         _jobs,
         _summarize,

@@ -7,7 +7,8 @@ from measured import table_of
 
 import align_circuits as ac
 from align_circuits.beyond import build_or_unmask
-from align_circuits.beyond.build_or_unmask import TOP, UNMASK, clamped
+from align_circuits.beyond.build_or_unmask import TOP, UNMASK, adapted, clamped
+from align_circuits.papers.lab import Inputs
 
 TASK: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 2}
 
@@ -19,11 +20,9 @@ def test_what_clamping_gains_is_the_difference_of_two_evaluations(random_hf_mode
     assert len(rows) == bridge.cfg.n_layers * bridge.cfg.n_heads
     prompts = ac.Seq2SeqTask(**TASK, task_seed=1).sample(4, bridge.tokenizer, build_or_unmask.FRESH + 1)
     head = (bridge.cfg.n_layers - 1, 1)
+    first = {"metric": "log_prob", "predictor": "model", "kind": "first", "offset": None}
     with_edit, without = (
-        ac.evaluate(bridge, prompts, edits=edits)
-        .where(metric="log_prob", predictor="model", kind="first", offset=None)
-        .frame["value"]
-        .item()
+        ac.evaluate(bridge, prompts, edits=edits).where(**first).frame["value"].item()
         for edits in ([ac.Clamp([head], "align_query")], [])
     )
     gain = rows[(rows["layer"] == head[0]) & (rows["head"] == head[1])]["value"].item()
@@ -49,3 +48,11 @@ def test_named_heads_are_looked_up_in_the_ranking_of_their_role():
     (check,) = (each for each in UNMASK.check(table) if "unmasks" in each.claim)
     assert TOP == 3
     assert (check.measured.value, check.control.value) == (3 / 4, 0.0)
+
+
+def test_the_adapter_of_the_package_is_measured_beside_its_own_base_alone():
+    config, study = UNMASK.scales["smollm2"], UNMASK.study
+    jobs = study.jobs(config, Inputs({"smollm2": {"weights": ""}}, ""))
+    assert [job.config["adapter"] for job in jobs if job.function is adapted] == ["smollm2-ica"]
+    with pytest.raises(ValueError, match="give --model smollm2"):
+        study.train(config, Inputs({"toy-llama": {"weights": ""}}, ""))

@@ -24,15 +24,6 @@ def problem(m: int, seed: int, k: int = 15):
     return *examples_of(task.sample(1, TOKENIZER, seed=seed, references=False), 0), task.aligned
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The tensors are small: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("size", slow_but([(3, 40)], [(2, 40), (3, 40), (4, 40), (5, 100), (6, 40), (8, 40)]))
 def test_em_recovers_the_alignment(size):
     m, trials = size
