@@ -88,16 +88,12 @@ def before(*, model: str, task: Mapping[str, Any], prompts: int, seed: int, **_:
     return _localized(loaded(model), task, prompts, seed).assign(part="before")
 
 
-def adapted(*, adapter: str, task: Mapping[str, Any], prompts: int, seed: int, **_: str) -> pd.DataFrame:
-    """Localizes heads in `Unmasking.adapter`; the function of a job. Arguments as for `clamped`, rows as of `after`."""
-    return _localized(load(adapter), task, prompts, seed).assign(part="after")
-
-
-def after(*, prompts: int, **run: Any) -> pd.DataFrame:
+def after(*, prompts: int, adapter: str | None, **run: Any) -> pd.DataFrame:
     """Localizes heads in a tuned model; the function of a job.
 
     Args:
         prompts: How many `localize` takes.
+        adapter: `Unmasking.adapter`.
         **run: As for `tuned`.
 
     Returns:
@@ -105,7 +101,8 @@ def after(*, prompts: int, **run: Any) -> pd.DataFrame:
         same layers for each; "ablated": the accuracy of first tokens without groups of heads, and "interchanged": how
         often patching them brings the other prompt's answer, by group (`of`; random and matched ones once a draw).
     """
-    return _localized(tuned(**run).model, run["task"], prompts, run["seed"]).assign(part="after")
+    model = load(adapter) if adapter else tuned(**run).model
+    return _localized(model, run["task"], prompts, run["seed"]).assign(part="after")
 
 
 def _localized(model: Any, task: Mapping[str, Any], prompts: int, seed: int) -> pd.DataFrame:
@@ -159,16 +156,11 @@ def _jobs(config: Unmasking, inputs: Inputs) -> list[Measurement]:
         for seed in seeds
         for more in parts
     ]
-    if config.adapter is None:
-        return [*untuned, *of_tuned(after, config.arms, inputs, prompts=config.n)]
-    (arm,), about = config.arms, {**inputs.model, "adapter": config.adapter, "prompts": config.n}
-    made = [Measurement(adapted, about | {"task": dict(arm.task)}, seed, {"arm": arm.name}) for seed in arm.seeds]
-    return [*untuned, *made]
+    return [*untuned, *of_tuned(after, config.arms, inputs, prompts=config.n, adapter=config.adapter)]
 
 
-def _summarize(config: Unmasking, rows: Rows) -> pd.DataFrame:
-    tuned_by = "after" if config.adapter is None else "adapted"
-    return as_rows([rows[name] for name in ("clamped", "before", tuned_by)], COLUMNS)
+def _summarize(_: Unmasking, rows: Rows) -> pd.DataFrame:
+    return as_rows([rows[name] for name in ("clamped", "before", "after")], COLUMNS)
 
 
 _GAINS = rows(what="clamped")

@@ -7,7 +7,7 @@ from measured import table_of
 
 import align_circuits as ac
 from align_circuits.beyond import build_or_unmask
-from align_circuits.beyond.build_or_unmask import TOP, UNMASK, adapted, clamped
+from align_circuits.beyond.build_or_unmask import TOP, UNMASK, after, clamped
 from align_circuits.papers.lab import Inputs
 
 TASK: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 2}
@@ -53,6 +53,6 @@ def test_named_heads_are_looked_up_in_the_ranking_of_their_role():
 def test_the_adapter_of_the_package_is_measured_beside_its_own_base_alone():
     config, study = UNMASK.scales["smollm2"], UNMASK.study
     jobs = study.jobs(config, Inputs({"smollm2": {"weights": ""}}, ""))
-    assert [job.config["adapter"] for job in jobs if job.function is adapted] == ["smollm2-ica"]
+    assert [job.config["adapter"] for job in jobs if job.function is after] == ["smollm2-ica"]
     with pytest.raises(ValueError, match="give --model smollm2"):
         study.train(config, Inputs({"toy-llama": {"weights": ""}}, ""))
