@@ -421,7 +421,7 @@ HEADS = Experiment(
             AttentionOnlyModels(setup, seeds, BOTH_POSITIONS)
             for setup, seeds in ((SMOKE, 1), (CPU_EIGHT_TYPES, 12), (PAPER, 6))
         ),
-        paper_long=AttentionOnlyModels(PAPER_LONG, 40, BOTH_POSITIONS),  # see PAPER_LONG
+        paper_long=AttentionOnlyModels(PAPER_LONG, 65, BOTH_POSITIONS),  # see PAPER_LONG
         jobs=_jobs,
         summarize=heads_table,
     ),
