@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from align_circuits.papers.statistics import Measured, Statistic, Values, measured, named_levels
-from align_circuits.tables.intervals import TAILS
+from align_circuits.tables.intervals import ROUNDING, TAILS
 from align_circuits.tables.tables import Table
 
 Relation: TypeAlias = Literal[">=", "<="]
@@ -111,7 +111,7 @@ class Check:
         """Whether a number is shown to meet the threshold, or to miss it; None where neither is shown."""
         numbers = [] if of.seeds and isinstance(of.seeds[0], bool) else [*of.seeds]
         known = [value for value in numbers if not math.isnan(value)]
-        agree = len(known) > 1 and math.isnan(of.low) and max(known) - min(known) <= 1e-9 * abs(max(known))
+        agree = len(known) > 1 and math.isnan(of.low) and np.std(known, ddof=1) <= ROUNDING * abs(np.mean(known))
         low, high = (of.value, of.value) if agree else (of.low, of.high)
         meets = self._meets(low)
         if math.isnan(low + high) or (low == high and not (agree or of.exact)) or meets != self._meets(high):

@@ -124,10 +124,16 @@ def value_of(table: Table, **where: Any) -> Measured:
 
 
 def share_of(true: Bool[ndarray, " seed"]) -> Measured:
-    """Returns the share of seeds in which something is true, with its exact binomial interval; none of no seeds."""
-    if not len(true):
+    """Returns the share of seeds in which something is true, with its exact binomial interval; none of no seeds.
+
+    Of a masked seed it is not known. The interval's ends are those if it is true in none of them, and in all.
+    """
+    known: Bool[ndarray, " seed"] = np.ma.compressed(true)
+    if not len(known):
         return NOT_MEASURED
-    return Measured(float(true.mean()), *binomial_interval(int(true.sum()), len(true)), tuple(true.tolist()))
+    yes, unknown = int(known.sum()), len(true) - len(known)
+    low, high = (binomial_interval(count, len(true))[end] for end, count in enumerate((yes, yes + unknown)))
+    return Measured(float(known.mean()), low, high, () if unknown else tuple(known.tolist()))
 
 
 def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
@@ -290,13 +296,13 @@ class Statistic:
         return self.map(lambda one, two: one & two, other)
 
     def __lt__(self, other: Any) -> "Statistic":
-        return self.map(lambda one, two: one < two, other)
+        return self.map(lambda one, two: _known(one < two, one, two), other)
 
     def __gt__(self, other: Any) -> "Statistic":
-        return self.map(lambda one, two: one > two, other)
+        return self.map(lambda one, two: _known(one > two, one, two), other)
 
     def __ge__(self, other: Any) -> "Statistic":
-        return self.map(lambda one, two: one >= two, other)
+        return self.map(lambda one, two: _known(one >= two, one, two), other)
 
 
 def statistic(function: Callable[[Table], Values]) -> Statistic:
@@ -406,6 +412,11 @@ def crossing(measure: str, level: "float | Statistic" = 0.5, **where: Any) -> St
 def half_rise(measure: str, **where: Any) -> Statistic:
     """Returns the step at which each seed crosses the middle between its first value and its `late_mean`."""
     return crossing(measure, (at_start(measure) + late_mean(measure)) / 2, **where)
+
+
+def _known(true: Any, one: Any, two: Any) -> Any:
+    """Masks the seeds of which a comparison says nothing, since a side has no value."""
+    return np.ma.masked_where(np.isnan(one) | np.isnan(two), true)
 
 
 def _difference(one: Any, other: Any) -> Any:

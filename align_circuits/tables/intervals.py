@@ -14,6 +14,9 @@ COVERAGE = 0.95
 TAILS = ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2)
 """The quantiles at the ends of such an interval."""
 
+ROUNDING = 1e-6
+"""Numbers that differ by less, as a share of their mean, are equal but for the rounding of float32."""
+
 _WINS = float(np.log(1 / TAILS[0]))
 """The logarithm of the gain at which a gambler has shown a mean to lie elsewhere."""
 
@@ -115,7 +118,7 @@ def proportion(
     low, high = _skewed_t(mean, errors, weight_shares(weights), prompts, odds=True)
     same, share, differ = _majority(values, weights)  # of the prompts with other values: their share and their number
     u = betaincinv(prompts * share + 1, prompts * (1 - share), TAILS[1])
-    alike = (2 * differ < counts) & ((differ == 1) | (same > 0) & (same < 1))
+    alike = (2 * differ < counts) & ((differ <= 1) | (same > 0) & (same < 1))  # none differ: 1 but for rounding
     # In this order: `select` takes the first that applies.
     kinds = [counts < 2, mean == 0, mean == 1, alike]
     low = np.select(kinds, [np.nan, 0.0, reach, same - u * same], low)
@@ -216,7 +219,7 @@ def t_interval(values: Float[ndarray, "row seed"]) -> tuple[Float[ndarray, " row
     n = known.sum(1)
     mean = weighted_mean(values, known.astype(float))
     square = (np.where(known, values - mean[:, None], 0) ** 2).sum(1) / np.maximum(n - 1, 1)
-    equal = np.sqrt(square) <= 1e-12 * np.abs(mean)  # but for rounding
+    equal = np.sqrt(square) <= ROUNDING * np.abs(mean)
     quantile = stdtrit(np.maximum(n - 1, 1), TAILS[1])  # of Student's t
     half = np.where((n < 2) | equal, np.nan, quantile * np.sqrt(square / np.maximum(n, 1)))
     return mean - half, mean + half
@@ -349,8 +352,8 @@ def _majority(
     counts = (weights > 0).sum(1)
     ordered = np.sort(np.where(weights > 0, values, np.inf), axis=1)
     same = np.take_along_axis(ordered, np.maximum(counts - 1, 0)[:, None] // 2, axis=1)
-    # But for float32's rounding. Negated, so that NaN differs.
-    differ = (weights > 0) & ~(np.abs(values - same) <= 1e-6)
+    # Negated, so that NaN differs.
+    differ = (weights > 0) & ~(np.abs(values - same) <= ROUNDING)
     return same[:, 0], (weight_shares(weights) * differ).sum(1), differ.sum(1)
 
 

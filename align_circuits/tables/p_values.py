@@ -5,7 +5,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.special import stdtr
 
-from align_circuits.tables.intervals import jackknife, weight_shares, weighted_mean
+from align_circuits.tables.intervals import ROUNDING, jackknife, weight_shares, weighted_mean
 
 
 def p_above_zero(values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:
@@ -21,7 +21,7 @@ def p_above_zero(values: Float[ndarray, "row prompt"], weights: Float[ndarray, "
     """
     mean, (errors, prompts) = weighted_mean(values, weights), jackknife(values, weights)
     error = np.linalg.norm(errors, axis=1)
-    spread = error > 1e-12 * np.abs(mean)  # but for rounding
+    spread = error > ROUNDING * np.abs(mean)
     t = np.divide(mean, error, out=np.zeros(len(mean)), where=spread)
     relative = np.divide(errors, error[:, None], out=np.zeros(errors.shape), where=spread[:, None])
     skew, pull = (relative**3).sum(1), (relative * weight_shares(weights)).sum(1)

@@ -27,6 +27,7 @@ from align_circuits.papers.lab import SCALES, Experiment, Inputs, Measurement, S
 from align_circuits.papers.statistics import (
     NOT_MEASURED,
     Measured,
+    Statistic,
     difference_of,
     exact,
     extreme_of,
@@ -218,11 +219,15 @@ def over(*values: Any) -> Measured:
     return measured(np.array(values))
 
 
+NO_ROWS = Table(pd.DataFrame(columns=["value", "low", "high", "n"], dtype=float), Provenance("test"))
+"""The table of claims about numbers."""
+
+
 @pytest.mark.parametrize(
     ("of", "threshold", "verdict", "told"),
     [
         (over(*[1.0] * 6), 0.9, "holds", "holds"),
-        (over(*[1.0] * 5), 0.9, "holds", "holds"),
+        (over(*[1.0] * 4, 1 - 6e-8), 0.9, "holds", "holds"),
         (over(*[1.0] * 5, 0.999), 0.9, "holds", "holds"),
         (over(*[1.0] * 4), 0.9, "undecided", "undecided: too few seeds that agree"),
         (over(0.97, 0.98, 0.99), 0.9, "undecided", "undecided"),  # its t interval is .96 to 1.00
@@ -230,11 +235,11 @@ def over(*values: Any) -> Measured:
         (over(*[0.99] * 7, 0.98, np.nan), 0.9, "holds", "holds"),  # of nine
         (over(0.1, 0.11, 0.12), 0.9, "fails", "fails"),
         (over(*[0.1] * 5), 0.9, "fails", "fails"),
-        (over(*[0.1] * 4), 0.9, "undecided", "undecided: too few seeds that agree"),
+        (over(*[0.1] * 3, 0.1 + 6e-9), 0.9, "undecided", "undecided: too few seeds that agree"),
         (over(*[True] * 6), 0.5, "holds", "holds"),
         (over(*[True] * 6), 1.0, "no exception", "no exception in 6"),
-        (over(*[True] * 5, False), 1.0, "fails", "fails"),
         (over(True), 1.0, "undecided", "undecided"),
+        (share_of((Statistic(lambda *_: np.array([0.9, np.nan])) > 0.5)(NO_ROWS)), 1.0, "undecided", "undecided"),
         (over(np.nan, np.nan), 0.5, "not testable", "not testable: nothing meets what it presupposes"),
     ],
 )
@@ -290,10 +295,6 @@ def test_verdicts_are_counted():
     without = "1 without evidence (the control is not shown to miss the threshold)"
     told = f"2 hold, 1 without exception, 1 fail, 1 undecided, {without} of 6 claims."
     assert verdicts([*checks, void, every]) == told
-
-
-NO_ROWS = Table(pd.DataFrame(columns=["value", "low", "high", "n"], dtype=float), Provenance("test"))
-"""The table of claims about numbers."""
 
 
 def test_a_claim_takes_numbers_or_the_mean_over_seeds_or_their_share():

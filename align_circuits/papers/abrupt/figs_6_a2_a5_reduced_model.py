@@ -106,7 +106,7 @@ def _draw_a5(table: Table) -> dict[str, go.Figure]:
 def _stalled(*, more: bool) -> Statistic:
     """Which seeds stall, of all conditions with L > N or with L = N."""
     return Statistic(
-        lambda table, _: np.concatenate(
+        lambda table, _: np.ma.concatenate(
             [_STALLED.at(**each)(table) for each in _conditions(table) if (each["n_labels"] > each["n_pairs"]) == more]
         )
     )
