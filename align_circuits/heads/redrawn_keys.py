@@ -428,7 +428,7 @@ class _Preferences:
 
 
 class _Ranks(RedrawnKeys):
-    """Redraws which of a row's candidates are keys, counted from the first."""
+    """Redraws which of a row's candidates are keys, counted from the first, by the share of their attention."""
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):  # noqa: ARG002 - one interface
         super().__init__(relation, layers, heads)
@@ -448,8 +448,8 @@ class _Ranks(RedrawnKeys):
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         _, candidates = self.relation.expand(rows)
-        columns = candidates.nonzero()[:, 1].view(len(rows), -1)
-        self.attention[layer, rows] = pattern.gather(2, columns[:, None].expand(-1, pattern.shape[1], -1)).float()
+        columns = candidates.nonzero()[:, 1].view(len(rows), 1, -1).expand(-1, pattern.shape[1], -1)
+        self.attention[layer, rows] = torch.nn.functional.normalize(pattern.gather(2, columns).float(), 1, -1, 1e-30)
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
         ranks = self.keys.shape[1]
