@@ -1,11 +1,10 @@
 """A permutation test of token equality.
 
-In prompts of one layout the keys of `induction` and `duplicate` are at the same positions in every prompt, so keys
-cannot be redrawn among prompts; and where every query is the same token, as the marker of the marked style, a head
-that merely likes the tokens at these positions scores high in every prompt. In any layout, a head that by chance gives
-much attention from some tokens to others, themselves among them, scores high for `duplicate`. Here tokens are redrawn
-instead: one token of the context is renamed throughout, and another one is put at the query. Positions and all other
-tokens stay, so the null keeps a head's positional bias, and its preference for some tokens and for some pairs of them.
+In prompts of one layout the keys of `induction` and `duplicate` never move, so they cannot be redrawn among prompts.
+Where every query is the same token, as the marker of the marked style, a head that attends behind it whatever the query
+is scores high for `induction`; one that by chance gives much attention from some tokens to others, themselves among
+them, does for `duplicate`. Here tokens are redrawn: one of the context is renamed throughout, and another is put at the
+query. All else stays, so the null keeps a head's positional bias, and its preference for some tokens and pairs.
 """
 
 from collections.abc import Sequence
@@ -46,13 +45,14 @@ _STRUCTURE = (TokenKind.PAD, TokenKind.BOS, TokenKind.COLON, TokenKind.SEPARATOR
 def redraws_tokens(prompts: Prompts, name: str) -> bool:
     """Returns whether this relation is tested by renaming.
 
-    That is `duplicate`, if there are seven tokens to rename; and both where keys mostly are where they are in any other
-    prompt.
+    Both are where keys mostly are where they are in any other prompt. Of seven tokens to rename `duplicate` always is,
+    and `induction` where every query is the same token, such as a line break.
     """
     relation = prompts.relations[name]
     if name not in EQUALITIES or relation.exchangeable or prompts.inputs.is_floating_point():
         return False
-    if name == "duplicate" and len(_names(prompts)) >= _NAMES:
+    queries = prompts.tokens[relation.prompt, relation.query].unique()
+    if len(_names(prompts)) >= _NAMES and (len(queries) == 1 or name == "duplicate"):
         return True
     keys, _ = relation.expand()
     both = total = 0.0

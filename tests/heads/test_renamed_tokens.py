@@ -39,6 +39,8 @@ def test_which_relations_are_renamed():
     drawn = torch.randint(7, (6, 40), generator=torch.Generator().manual_seed(0))
     for tokens, renamed in ((drawn, True), (drawn % 6, False)):  # six tokens allow no p-value below 1/720
         assert redraws_tokens(ac.Prompts.from_tokens(tokens.tolist()), "duplicate") == renamed
+    texts = [f"{'abcdefgh'[at:]}:x{'abcdefgh'[:at]}:" for at in range(8)]  # behind every colon, wherever it stands
+    assert redraws_tokens(ac.Prompts.from_texts(texts, bundled(), answer=["x"] * 8), "induction")
 
 
 def test_relations_without_a_common_query_are_renamed_apart(random_hf_model):
