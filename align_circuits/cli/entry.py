@@ -269,20 +269,22 @@ def _completion(shell: str) -> None:
 
 
 class Output:
-    """A stream that escapes control characters, and drops what is no longer read.
+    """A stream that escapes control characters and what its encoding lacks, and drops what is no longer read.
 
     `align-circuits score | head -1` still writes its results.
     """
 
     def __init__(self, stream: Any, allowed: str):  # no TextIO: beartype refuses what pytest puts in its place
-        self.raw = stream
+        self.raw = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # None where it is closed: cron
         self._allowed = re.compile(f"({allowed})")
 
     def write(self, text: str) -> int:
         """Writes a text, or drops it if the pipe is closed."""
         pieces = self._allowed.split(text)  # every other part is what is allowed
+        shown = "".join(piece if index % 2 else printable(piece) for index, piece in enumerate(pieces))
+        encoding = getattr(self.raw, "encoding", None) or "utf-8"
         with self._or_dropped():
-            self.raw.write("".join(piece if index % 2 else printable(piece) for index, piece in enumerate(pieces)))
+            self.raw.write(shown.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
@@ -296,9 +298,8 @@ class Output:
         try:
             yield
         except BrokenPipeError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.raw.fileno())
-            os.close(null)
+            with Path(os.devnull).open("w") as null:
+                os.dup2(null.fileno(), self.raw.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)

@@ -57,6 +57,8 @@ def results_folder(
                 yield Results(new, folder)
         return
     check_name(numbered_in)
+    if (latest := numbered_in / LATEST).is_dir() and not latest.is_symlink():
+        raise ValueError(f"{str(latest)!r} is a folder, where a link to the results goes: rename it, or add --out")
     new_folders = [path for path in (numbered_in, *numbered_in.parents) if not path.exists()]
     writable_folder(numbered_in)
     with ExitStack() as stack:
@@ -68,7 +70,7 @@ def results_folder(
             new = stack.enter_context(replacing_in(target))
         yield Results(new, target)
     if target.is_dir():
-        _link(numbered_in / LATEST, target.name)
+        _link(latest, target.name)
 
 
 @contextmanager

@@ -84,16 +84,14 @@ def load_checkpoint(folder: Path, settings: Mapping[str, Any]) -> Checkpoint | N
         with safe_open(path, framework="pt") as file:
             saved, progress = (json.loads(file.metadata()[name]) for name in ("settings", "progress"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (SafetensorError, KeyError, TypeError) as error:
+        # By way of JSON, as the saved ones went: tuples become lists, and keys texts.
+        if not (differences := list(_differences(saved, json.loads(json.dumps(settings))))):
+            return Checkpoint(**progress, tensors=tensors)
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{str(path)!r} is broken or no checkpoint ({error}): delete it to start anew, or give another folder"
         ) from error
-    # By way of JSON, as the saved ones went: tuples become lists, and keys texts.
-    if differences := list(_differences(saved, json.loads(json.dumps(settings)))):
-        raise ValueError(
-            f"{str(folder)!r} holds another run ({'; '.join(differences)}): give another folder, or delete it"
-        )
-    return Checkpoint(**progress, tensors=tensors)
+    raise ValueError(f"{str(folder)!r} holds another run ({'; '.join(differences)}): give another folder, or delete it")
 
 
 def _differences(saved: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

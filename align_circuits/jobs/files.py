@@ -134,8 +134,8 @@ def is_path(name: str | Path) -> bool:
     """Returns whether a name could be one of a file or folder; `Path.is_file` raises where it could not."""
     text = str(name)
     try:
-        sizes = [len(os.fsencode(name_part)) for name_part in (text, *Path(text).parts)]
-    except UnicodeEncodeError:  # half a character
+        sizes = [len(name_part.encode()) for name_part in (text, *Path(text).parts)]
+    except UnicodeEncodeError:  # half a character, or a name on the disk that is not UTF-8
         return False
     # PATH_MAX and NAME_MAX of Linux.
     return "\0" not in text and sizes[0] < 4096 and max(sizes[1:], default=0) < 256
@@ -144,7 +144,7 @@ def is_path(name: str | Path) -> bool:
 def check_name(path: Path) -> None:
     """Raises a ValueError unless `path` could be the name of a file or folder."""
     if not is_path(path):
-        raise ValueError(f"{str(path)[:60]!r}... cannot be written: give a name of parts of at most 255 bytes")
+        raise ValueError(f"{str(path)[:60]!r}... cannot be written: give a name of parts of at most 255 bytes of UTF-8")
 
 
 def short_name(name: str) -> str:

@@ -852,33 +852,33 @@ class Prompts:
             with safe_open(path, "pt") as file:
                 header = json.loads((file.metadata() or {})["prompts"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        except (SafetensorError, KeyError) as error:
-            raise ValueError(f"{str(path)!r} holds no prompts: give a file that Prompts.save wrote") from error
-        columns: dict[str, Any] = {name: tensors[f"targets.{name}"].numpy() for name in header["columns"]}
-        if not np.isin(columns["kind"], range(len(header["kinds"]))).all():
-            raise ValueError(f"{str(path)!r} has targets of no kind: give a file that Prompts.save wrote")
-        columns["kind"] = np.array(header["kinds"], dtype=object)[columns["kind"]]
-        tensor_fields = [name for f in fields(Relation) if (name := f.name) not in _FLAGS]
-        relations = {
-            key: Relation(
-                **dict(zip(_FLAGS, flags, strict=False)),  # files of earlier versions have fewer
-                **{entry: tensors[f"relations.{key}.{entry}"] for entry in tensor_fields},
+            columns: dict[str, Any] = {name: tensors[f"targets.{name}"].numpy() for name in header["columns"]}
+            if not np.isin(columns["kind"], range(len(header["kinds"]))).all():
+                raise ValueError("targets of no kind")
+            columns["kind"] = np.array(header["kinds"], dtype=object)[columns["kind"]]
+            tensor_fields = [name for f in fields(Relation) if (name := f.name) not in _FLAGS]
+            relations = {
+                key: Relation(
+                    **dict(zip(_FLAGS, flags, strict=False)),  # files of earlier versions have fewer
+                    **{entry: tensors[f"relations.{key}.{entry}"] for entry in tensor_fields},
+                )
+                for key, flags in header["relations"].items()
+            }
+            return cls(
+                **{name: tensors[name] for name in _TENSORS},
+                targets=pd.DataFrame(columns),
+                relations=relations,
+                correct=tensors.get("correct"),
+                own_correct=tensors.get("own_correct"),
+                group=tensors.get("group"),
+                token_strings={int(token): text for token, text in header["token_strings"].items()},
+                tokenizer_hash=header["tokenizer_hash"],
+                task=header["task"],
+                latent=_named(tensors, "latent."),
+                positions=_named(tensors, "positions."),
             )
-            for key, flags in header["relations"].items()
-        }
-        return cls(
-            **{name: tensors[name] for name in _TENSORS},
-            targets=pd.DataFrame(columns),
-            relations=relations,
-            correct=tensors.get("correct"),
-            own_correct=tensors.get("own_correct"),
-            group=tensors.get("group"),
-            token_strings={int(token): text for token, text in header["token_strings"].items()},
-            tokenizer_hash=header["tokenizer_hash"],
-            task=header["task"],
-            latent=_named(tensors, "latent."),
-            positions=_named(tensors, "positions."),
-        )
+        except (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} holds no prompts ({error}): give what Prompts.save wrote") from error
 
 
 def _corrupted(names: Sequence[str]) -> list[str]:

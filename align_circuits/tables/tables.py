@@ -737,7 +737,7 @@ class Table:
                 raise ValueError(f"shape {values.shape}")
             # One row may stand for all (`save`). Copied, since a broadcast array cannot be written to.
             weights = np.broadcast_to(weights, values.shape).copy()
-        except (SafetensorError, KeyError, ValueError) as error:
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise ValueError(
                 f"{str(folder / PER_PROMPT)!r} holds no per-prompt values ({error}): delete it to read the table alone"
             ) from error

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from refusals import refused
 
 from align_circuits.cli import entry
 from align_circuits.cli import folders as cli_folders
@@ -116,11 +117,8 @@ def test_a_full_disk_ends_in_one_line_and_the_earlier_results_stay(tmp_path, mon
 
 def test_folders_of_others_are_refused_and_overwrite_takes_only_the_names_of_results(tmp_path):
     write(tmp_path, {"thesis.tex": "mine", "report.html": "mine"})
-    with (
-        pytest.raises(ValueError, match=r"no results of this program \(report.html, thesis.tex\): give another --out"),
-        results_folder(tmp_path, Path("runs"), overwrite=False),
-    ):
-        pass
+    message = r"no results of this program \(report.html, thesis.tex\): give another --out"
+    refused(message, results_folder(tmp_path, Path("runs"), overwrite=False).__enter__)
     with results_folder(tmp_path, Path("runs"), overwrite=True) as results:
         write(results.new, NEW)
     assert read(tmp_path) == {**NEW, "thesis.tex": "mine"}
@@ -165,7 +163,7 @@ def test_a_link_that_leads_nowhere_is_refused_before_the_work(tmp_path, declined
 
 def test_a_name_that_is_too_long_is_refused_in_a_line_and_the_longest_is_written(tmp_path, declined):
     long = "a" * 256
-    for place in (long, f"{long}/run", "/".join(["deep"] * 1000)):
+    for place in (long, f"{long}/run", "/".join(["deep"] * 1000), "not UTF-8: \udce9"):
         (line,) = declined(["score", "--n", "2", "--out", str(tmp_path / place)]).splitlines()
         assert "give a name of parts of at most 255 bytes" in line
     for name in ("ä" * 127, "a" * 255):
@@ -173,8 +171,7 @@ def test_a_name_that_is_too_long_is_refused_in_a_line_and_the_longest_is_written
         assert Table.load(tmp_path / name).frame["value"].tolist() == [1.0]
         with replacing(tmp_path / name / name) as path:
             path.write_text("whole")
-    with pytest.raises(ValueError, match="at most 255 bytes"):
-        table(1.0).save(tmp_path / long)
+    refused("at most 255 bytes", table(1.0).save, tmp_path / long)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -189,6 +186,8 @@ def test_the_numbered_folder_of_a_killed_run_is_given_again_and_that_of_a_live_o
     assert read(runs / "0001") == OLD and read(runs / "0002") == NEW
     finish_moves(runs / "0001")
     assert sorted(path.name for path in runs.iterdir()) == ["0001", "0002", "latest"]
+    (runs / "0001" / "latest").mkdir()
+    refused("is a folder, where a link", results_folder(None, runs / "0001", overwrite=False).__enter__)
 
 
 @pytest.mark.parametrize("existed", [False, True])

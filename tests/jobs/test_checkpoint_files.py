@@ -298,8 +298,9 @@ def test_a_broken_checkpoint_is_refused(tmp_path, content):
     path.write_bytes(whole[: len(whole) // 2] if content == "half" else content.encode())
     with pytest.raises(ValueError, match=r"checkpoint.safetensors' is broken or no checkpoint .*: delete it"):
         quiet(network(), sample, loss, TrainConfig(2), out=tmp_path)
-    save_file({"a": torch.zeros(2)}, path)
-    refused("no checkpoint", quiet, network(), sample, loss, TrainConfig(2), out=tmp_path)
+    for header in (None, {"settings": "{", "progress": "{}"}, {"settings": "[]", "progress": "[]"}):
+        save_file({"a": torch.zeros(2)}, path, header)
+        refused("no checkpoint", quiet, network(), sample, loss, TrainConfig(2), out=tmp_path)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):

@@ -183,10 +183,10 @@ def test_save_and_load(tmp_path, chosen):
 def test_load_what_is_not_there_or_no_prompts(tmp_path):
     refused(r"no file .*missing", Prompts.load, tmp_path / "missing")
     (tmp_path / "noise").write_bytes(b"not safetensors")
-
-    save_file({"a": torch.zeros(1)}, tmp_path / "weights")
-    for name in ("noise", "weights"):
-        refused(f"{name}' holds no prompts", Prompts.load, tmp_path / name)
+    refused("noise' holds no prompts", Prompts.load, tmp_path / "noise")
+    for header in (None, {"prompts": "{}"}, {"prompts": "null"}, {"prompts": "{"}):
+        save_file({"a": torch.zeros(1)}, tmp_path / "weights", header)
+        refused("weights' holds no prompts", Prompts.load, tmp_path / "weights")
 
 
 def test_a_target_without_a_kind_gets_no_other_one_from_a_file(tmp_path):
@@ -201,7 +201,7 @@ def test_a_target_without_a_kind_gets_no_other_one_from_a_file(tmp_path):
         save_file(
             {**tensors, "targets.kind": torch.full_like(tensors["targets.kind"], code)}, tmp_path / "edited", header
         )
-        refused("edited' has targets of no kind", Prompts.load, tmp_path / "edited")
+        refused(r"edited' holds no prompts \(targets of no kind\)", Prompts.load, tmp_path / "edited")
 
 
 def test_digest_tells_prompts_apart():
