@@ -449,7 +449,7 @@ class _Ranks(RedrawnKeys):
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         _, candidates = self.relation.expand(rows)
         columns = candidates.nonzero()[:, 1].view(len(rows), 1, -1).expand(-1, pattern.shape[1], -1)
-        self.attention[layer, rows] = torch.nn.functional.normalize(pattern.gather(2, columns).float(), 1, -1, 1e-30)
+        self.attention[layer, rows] = torch.nn.functional.normalize(pattern.gather(2, columns).float(), p=1, dim=-1)
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
         ranks = self.keys.shape[1]

@@ -221,7 +221,7 @@ def best_head(frame: Any, last: int) -> Any:
     for _, rows in frame.groupby(by, sort=False, dropna=False):
         late = sorted(rows["step"].unique())[-max(last, 1) :]
         values = rows[rows["step"].isin(late)].groupby(["layer", "head"])["value"]
-        mean = values.mean().where(values.count() == values.count().max())  # a head that lacks values may be the worse
+        mean = values.mean().where(values.count() == values.count().max())  # none that lacks some
         layer, head = (mean if mean.notna().any() else mean.fillna(0.0)).idxmax()  # any head, where all are undefined
         best.append(rows[(rows["layer"] == layer) & (rows["head"] == head)])
     return pd.concat(best)
