@@ -1,8 +1,8 @@
 """A permutation test of token equality.
 
 In prompts of one layout the keys of `induction` and `duplicate` never move, so they cannot be redrawn among prompts.
-Where every query is the same token, as the marker of the marked style, a head that attends behind it whatever the query
-is scores high for `induction`; one that by chance gives much attention from some tokens to others, themselves among
+Where queries are few tokens, as the marker of the marked style, a head that attends behind these whatever the query is
+scores high for `induction`; one that by chance gives much attention from some tokens to others, themselves among
 them, does for `duplicate`. Here tokens are redrawn: one of the context is renamed throughout, and another is put at the
 query. All else stays, so the null keeps a head's positional bias, and its preference for some tokens and pairs.
 """
@@ -46,13 +46,13 @@ def redraws_tokens(prompts: Prompts, name: str) -> bool:
     """Returns whether this relation is tested by renaming.
 
     Both are where keys mostly are where they are in any other prompt. Of seven tokens to rename `duplicate` always is,
-    and `induction` where every query is the same token, such as a line break.
+    and `induction` where queries are fewer tokens than that, such as line breaks, which one head may know.
     """
     relation = prompts.relations[name]
     if name not in EQUALITIES or relation.exchangeable or prompts.inputs.is_floating_point():
         return False
     queries = prompts.tokens[relation.prompt, relation.query].unique()
-    if len(_names(prompts)) >= _NAMES and (len(queries) == 1 or name == "duplicate"):
+    if len(_names(prompts)) >= _NAMES and (len(queries) < _NAMES or name == "duplicate"):
         return True
     keys, _ = relation.expand()
     both = total = 0.0

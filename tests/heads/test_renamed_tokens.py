@@ -39,7 +39,7 @@ def test_which_relations_are_renamed():
     drawn = torch.randint(7, (6, 40), generator=torch.Generator().manual_seed(0))
     for tokens, renamed in ((drawn, True), (drawn % 6, False)):  # six tokens allow no p-value below 1/720
         assert redraws_tokens(ac.Prompts.from_tokens(tokens.tolist()), "duplicate") == renamed
-    texts = [f"{'abcdefgh'[at:]}:x{'abcdefgh'[:at]}:" for at in range(8)]  # behind every colon, wherever it stands
+    texts = [f"{'abcdefgh'[at:]}{end}x{'abcdefgh'[:at]}{end}" for at, end in enumerate(":z:z:z:z")]  # at two tokens
     assert redraws_tokens(ac.Prompts.from_texts(texts, bundled(), answer=["x"] * 8), "induction")
 
 
