@@ -275,7 +275,7 @@ class Output:
     """
 
     def __init__(self, stream: Any, allowed: str):  # no TextIO: beartype refuses what pytest puts in its place
-        self.raw = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # None where it is closed: cron
+        self.raw = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # None where it is closed
         self._allowed = re.compile(f"({allowed})")
 
     def write(self, text: str) -> int:

@@ -15,7 +15,7 @@ TAILS = ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2)
 """The quantiles at the ends of such an interval."""
 
 ROUNDING = 1e-6
-"""Numbers that differ by less, as a share of their mean, are equal but for the rounding of float32."""
+"""Numbers that differ by less, as a share of their mean or of 1, are equal but for the rounding of float32."""
 
 _WINS = float(np.log(1 / TAILS[0]))
 """The logarithm of the gain at which a gambler has shown a mean to lie elsewhere."""
