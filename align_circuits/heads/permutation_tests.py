@@ -41,8 +41,7 @@ def p_values(
     - `previous`: the score is how far the attention one token back exceeds that to the query itself and two tokens
       back, as a share of both, redrawn among all distances that every row has, without separators and other tokens that
       the layout repeats. A head that merely prefers late tokens gives the query itself more.
-    - `duplicate`, and `induction` where two prompts mostly have their keys at the same positions, as in
-      `RepeatedTokensTask` and the marked style: tokens are renamed instead (`renamed_tokens`).
+    - `duplicate` and `induction`: tokens are renamed (`renamed_tokens`), unless fewer than seven can be and keys move.
     - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the
       attention to keys, redrawn at each target among 9,999 sets of as many positions, without those of separators and
       other tokens that the layout repeats; a single key of a single target needs some 30 tokens to be established. This
@@ -51,7 +50,7 @@ def p_values(
       prompts by rank: a prompt's keys become those candidates, counted from the first, that are keys in another prompt.
       So a head that always attends to the first of two names passes only if the first is always right, where nothing
       can be established (`fixed_rank`): the smallest value is then one over the number of candidates.
-    - Others (`lookup`, `induction`, the rest of recall): the score is the share of the candidates' attention that is on
+    - Others (`lookup`, the rest of recall): the score is the share of the candidates' attention that is on
       keys, at each target. The keys of a prompt are redrawn among the keys of all prompts of its length, at the same
       targets: 9,999 permutations of prompts. A relation whose queries are no targets needs them at the same positions
       in all prompts. Where every candidate could be a key by its label, as each letter translates some symbol
@@ -75,7 +74,8 @@ def p_values(
         prompts: Prompts of one task, alike in layout.
         relations: Their names.
         seed: Of the redraws.
-        edits: What is changed while the model runs; not for relations that are tested by renaming.
+        edits: What is changed while the model runs; not for relations that are tested by renaming, but for `induction`
+            where its keys move and its queries are seven tokens or more: then it is tested as `lookup` is.
         options: Engine and batch size.
 
     Raises:
@@ -112,10 +112,10 @@ class PermutationTests:
         if len(prompts) < 2:
             raise ValueError(f"{len(prompts)} prompt: a permutation test takes at least two")
         shape = model.cfg.n_layers, model.cfg.n_heads
-        chosen = {name: _independent(name, prompts) for name in relations}
+        chosen = {name: _independent(name, prompts, edited=bool(edits)) for name in relations}
         tested = [name for name in relations if _can_be_tested(name, prompts[chosen[name]])]
         self._untested = {name: np.ones(shape) for name in relations if name not in tested}
-        renamed = [name for name in tested if redraws_tokens(prompts, name)]
+        renamed = [name for name in tested if redraws_tokens(prompts, name, edited=bool(edits))]
         if renamed and edits:
             raise ValueError(f"{renamed[0]!r} is tested by renaming tokens, in prompts that edits were not made for")
         self._relations, self._seed = relations, seed
@@ -157,13 +157,13 @@ def smallest_p_values(prompts: Prompts, relations: Sequence[str]) -> dict[str, f
     return smallest
 
 
-def _independent(name: str, prompts: Prompts) -> Int[Tensor, " prompt"]:
+def _independent(name: str, prompts: Prompts, *, edited: bool = False) -> Int[Tensor, " prompt"]:
     """The prompts that test a relation: the first of each group, where what is redrawn differs by prompt.
 
     Related prompts share tokens and keys, so that redrawing those of each alone makes small p-values of what a head
     happens to make of them. Alignments, distances and names of tokens are redrawn for all prompts at once.
     """
-    at_once = name in ALIGNMENTS or name == "previous" or redraws_tokens(prompts, name)
+    at_once = name in ALIGNMENTS or name == "previous" or redraws_tokens(prompts, name, edited=edited)
     if prompts.group is None or at_once:
         return torch.arange(len(prompts))
     _, first = np.unique(prompts.group.numpy(), return_index=True)

@@ -61,8 +61,8 @@ class RedundantHeadSearch:
     own ablation costs something, at least `LEAST_SHARE` of what the strongest head of the role does. Both have one
     p-value, as for single heads, corrected over the round's candidates. The first finds heads that share a job, of
     which any one can be missed; later rounds find backups, which take a role only once its heads are gone. Roles that
-    are tested by renaming tokens (`renamed_tokens`) have a first round only. Previous-token heads are looked for where
-    their output matters (`where_heads_matter`) in the first round alone.
+    edits allow no test of (`redraws_tokens`) have a first round only. Previous-token heads are looked for where their
+    output matters (`where_heads_matter`) in the first round alone.
 
     Source: the backups of Wang et al. (2022), "Interpretability in the Wild", §3.4, and the self-repair of McGrath et
     al. (2023), "The Hydra Effect"; restoring one head of an ablated set is the marginal contribution to the empty
@@ -90,7 +90,7 @@ class RedundantHeadSearch:
         """Returns all heads of a role that are found, among them those that `localize` named one by one for it."""
         members: dict[Head, RedundantHead] = {}
         discovery, tested = self.scores
-        rounds = 1 if redraws_tokens(tested, role) else ROUNDS  # means of tokens do not fit renamed ones
+        rounds = 1 if redraws_tokens(tested, role, edited=True) else ROUNDS  # means of tokens do not fit renamed ones
         for number in range(1, rounds + 1):
             ablated = sorted(members)
             alone = single if number == 1 else ()

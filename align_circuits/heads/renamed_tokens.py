@@ -1,10 +1,10 @@
 """A permutation test of token equality.
 
-In prompts of one layout the keys of `induction` and `duplicate` never move, so they cannot be redrawn among prompts.
-Where queries are few tokens, as the marker of the marked style, a head that attends behind these whatever the query is
-scores high for `induction`; one that by chance gives much attention from some tokens to others, themselves among
-them, does for `duplicate`. Here tokens are redrawn: one of the context is renamed throughout, and another is put at the
-query. All else stays, so the null keeps a head's positional bias, and its preference for some tokens and pairs.
+In prompts of one layout the keys of `induction` and `duplicate` never move, so they cannot be redrawn among prompts. In
+others the keys of `induction` are of one kind, such as answers, which a head may prefer; and from some tokens a head
+may attend to others by chance, themselves among them, as `duplicate` asks. Here tokens are redrawn: one of the context
+is renamed throughout, and another is put at the query. All else stays, so the null keeps a head's positional bias, and
+its preference for some tokens and pairs.
 """
 
 from collections.abc import Sequence
@@ -42,17 +42,17 @@ _STRUCTURE = (TokenKind.PAD, TokenKind.BOS, TokenKind.COLON, TokenKind.SEPARATOR
 """Tokens that are never renamed."""
 
 
-def redraws_tokens(prompts: Prompts, name: str) -> bool:
-    """Returns whether this relation is tested by renaming.
+def redraws_tokens(prompts: Prompts, name: str, *, edited: bool = False) -> bool:
+    """Returns whether a relation is tested by renaming: one of `EQUALITIES`, if seven tokens can be, or keys stay.
 
-    Both are where keys mostly are where they are in any other prompt. Of seven tokens to rename `duplicate` always is,
-    and `induction` where queries are fewer tokens than that, such as line breaks, which one head may know.
+    Edits do not fit renamed prompts. Where some are made, `induction` is tested by its keys if these move and if
+    queries are seven tokens or more; fewer, such as line breaks, may be what a head knows.
     """
     relation = prompts.relations[name]
     if name not in EQUALITIES or relation.exchangeable or prompts.inputs.is_floating_point():
         return False
     queries = prompts.tokens[relation.prompt, relation.query].unique()
-    if len(_names(prompts)) >= _NAMES and (len(queries) < _NAMES or name == "duplicate"):
+    if len(_names(prompts)) >= _NAMES and (not edited or len(queries) < _NAMES or name == "duplicate"):
         return True
     keys, _ = relation.expand()
     both = total = 0.0

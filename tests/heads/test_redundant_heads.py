@@ -128,7 +128,7 @@ def test_heads_are_looked_for_in_few_rounds(monkeypatch, by_renaming, rounds):
             return table, table
 
     halves: Any = {ac.Prompts.from_tokens([[1, token]]): None for token in (1, 2)}
-    monkeypatch.setattr(redundant_heads, "redraws_tokens", lambda *_: by_renaming)
+    monkeypatch.setattr(redundant_heads, "redraws_tokens", lambda *_, **__: by_renaming)
     search = Search(Any, halves, {}, {}, Thresholds(), 0, ac.RunOptions())  # pyright: ignore[reportArgumentType]
     members = search.heads("lookup", [(1, 0)])
     assert [member.round for member in members if not member.single] == rounds

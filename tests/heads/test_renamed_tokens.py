@@ -32,15 +32,15 @@ MARKED = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=3, style="marked")
 def test_which_relations_are_renamed():
     repeated = ac.RepeatedTokensTask(length=6).sample(4, bundled(), seed=0)
     assert [name for name in repeated.relations if redraws_tokens(repeated, name)] == ["induction", "duplicate"]
-    expected: dict[Any, list[str]] = {"marked": ["induction", "duplicate"], "standard": ["duplicate"]}
-    for style, renamed in expected.items():
+    for style in ("marked", "standard"):
         prompts = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=6, style=style).sample(8, bundled(), seed=0)
-        assert [name for name in ("align_query", "induction", "duplicate") if redraws_tokens(prompts, name)] == renamed
+        assert [name for name in prompts.relations if redraws_tokens(prompts, name)] == ["induction", "duplicate"]
+        assert redraws_tokens(prompts, "induction", edited=True) == (style == "marked")
     drawn = torch.randint(7, (6, 40), generator=torch.Generator().manual_seed(0))
     for tokens, renamed in ((drawn, True), (drawn % 6, False)):  # six tokens allow no p-value below 1/720
         assert redraws_tokens(ac.Prompts.from_tokens(tokens.tolist()), "duplicate") == renamed
     texts = [f"{'abcdefgh'[at:]}{end}x{'abcdefgh'[:at]}{end}" for at, end in enumerate(":z:z:z:z")]  # at two tokens
-    assert redraws_tokens(ac.Prompts.from_texts(texts, bundled(), answer=["x"] * 8), "induction")
+    assert redraws_tokens(ac.Prompts.from_texts(texts, bundled(), answer=["x"] * 8), "induction", edited=True)
 
 
 def test_relations_without_a_common_query_are_renamed_apart(random_hf_model):
@@ -138,18 +138,17 @@ def test_p_values_beside_a_loop_over_orders(random_hf_model, name):
             cube[rest // chosen.names, rest % chosen.names, layer] += on_keys / whole
     every = range(chosen.names)
     scores = np.stack([cube[every, order].sum(0).numpy() for order in permutations(every)])
-    expected = (scores >= scores[0] - 1e-6 * abs(scores[0])).mean(0)
-    np.testing.assert_allclose(found, expected, atol=2 / len(scores))
+    np.testing.assert_allclose(found, (scores >= scores[0] - 1e-6 * abs(scores[0])).mean(0), atol=2 / len(scores))
     assert name == "duplicate" or (found[0] == 1).all(), "the first layer cannot know what came before"
 
 
-def test_liking_the_tokens_at_the_keys_is_not_induction():
+@pytest.mark.parametrize("style", ["marked", "pre-aligned"])
+def test_liking_the_tokens_at_the_keys_is_not_induction(style):
     """One of the random models in which six heads were named when positions were redrawn."""
     network: Any = untrained(_RANDOM, 200013)
     for layer in network.model.layers:
         layer.self_attn.q_proj.weight.data.mul_(2)
         layer.self_attn.k_proj.weight.data.mul_(2)
-    model = ac.load(network, tokenizer=bundled())
-    prompts = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4, style="marked").sample(16, bundled(), seed=0)
-    p = p_values(model, prompts, ["induction"])["induction"]
+    prompts = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4, style=style).sample(16, bundled(), seed=0)
+    p = p_values(ac.load(network, tokenizer=bundled()), prompts, ["induction"])["induction"]
     assert (p[0] == 1).all() and (p[1:] > 0.01).all()
