@@ -127,7 +127,7 @@ def _study(name: str, paper: Size, *, seeds: int, **model: Any) -> Study:
         _grid(SMOKE, (8, 16), (0, 1, 2), (0.1, 1.0), (0.0, 1.0, 1.5), 16, **model),
         _grid(cpu, (32, 128, 512), (0, 1, 2), (0.1, 0.4, 0.8, 1.6), (0.0, 0.5, 1.0, 1.5), 512, **model),
         _grid(replace(paper, log_every=15_000), powers, (0, 1, 2, 4), noises, zipfs, base, **model),
-        paper_cells=_grid(replace(paper, log_every=5000), *cells, together=6, **model),
+        paper_cells=replace(_grid(replace(paper, log_every=5000), *cells, together=6, **model), seeds_together=1),
     )
 
 
