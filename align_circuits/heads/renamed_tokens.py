@@ -87,22 +87,19 @@ def renamed_p_values(
 
     Misleads where heads know one token alone, such as a marker: they do not pass.
     """
-    if not _common_queries([prompts.relations[name] for name in names]):  # relations of your own may have none
-        alone = (renamed_p_values(model, prompts, [name], seed=seed, options=options) for name in names)
-        return {name: p for of_name in alone for name, p in of_name.items()}
-    generator = np.random.default_rng(seed)
-    chosen = _Queries(prompts, [prompts.relations[name] for name in names], generator)
-    attention = {
-        name: torch.zeros(
-            model.cfg.n_layers, model.cfg.n_heads, len(chosen.prompts) * chosen.names, dtype=torch.float64
-        )
-        for name in names
-    }
+    # Queries of both, whichever is asked for, so that company changes no p-value; relations of your own may have none.
+    both = [name for name in EQUALITIES if name in prompts.relations and redraws_tokens(prompts, name)]
+    if not _common_queries([prompts.relations[name] for name in both]):
+        of = partial(renamed_p_values, model, seed=seed, options=options)
+        return {name: of(replace(prompts, relations={name: prompts.relations[name]}), [name])[name] for name in names}
+    chosen = _Queries(prompts, [prompts.relations[name] for name in both], np.random.default_rng(seed))
+    shape = model.cfg.n_layers, model.cfg.n_heads, len(chosen.prompts) * chosen.names
+    attention = {name: torch.zeros(shape, dtype=torch.float64) for name in both}
 
     def add(token: int, rows: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
         pattern, query = pattern.cpu().double(), rows // chosen.names
         kept, rows = chosen.kept[query].double(), rows * chosen.names + token
-        for name, keys in zip(names, chosen.keys, strict=True):
+        for name, keys in zip(both, chosen.keys, strict=True):
             if name == "induction":
                 on_keys, all_kept = (
                     torch.einsum("rhk,rk->hr", pattern, columns) for columns in (keys[query] * kept, kept)

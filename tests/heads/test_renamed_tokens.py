@@ -10,7 +10,7 @@ from legs import slow_but
 
 import align_circuits as ac
 from align_circuits.heads.permutation_tests import p_values
-from align_circuits.heads.renamed_tokens import _Queries, redraws_tokens, share_at_least_first
+from align_circuits.heads.renamed_tokens import EQUALITIES, _Queries, redraws_tokens, share_at_least_first
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.training.toy_llama import untrained
 from align_circuits.validation.localize_ground_truth import _RANDOM
@@ -123,8 +123,8 @@ def test_p_values_beside_a_loop_over_orders(random_hf_model, name):
     model = ac.load(random_hf_model("llama"), tokenizer=bundled())
     prompts = ac.RepeatedTokensTask(length=4, bos=False).sample(6, 20, seed=0)
     found = p_values(model, prompts, [name], seed=3)[name]
-    chosen = _Queries(prompts, [prompts.relations[name]], np.random.default_rng(3))
-    cube = torch.zeros(chosen.names, chosen.names, *found.shape, dtype=torch.float64)
+    chosen = _Queries(prompts, [prompts.relations[each] for each in EQUALITIES], np.random.default_rng(3))
+    keys, cube = dict(zip(EQUALITIES, chosen.keys, strict=True))[name], torch.zeros(7, 7, *found.shape).double()
     pairs = (part.flatten(0, 2) for part in every_pair(chosen))
     for row, (tokens, mask) in enumerate(zip(*pairs, strict=True)):
         query, rest = divmod(row, chosen.names**2)
@@ -133,7 +133,7 @@ def test_p_values_beside_a_loop_over_orders(random_hf_model, name):
         for layer in range(found.shape[0]):
             attention = torch.zeros(found.shape[1], len(tokens), dtype=torch.float64)
             attention[:, mask] = cache["pattern", layer][0, :, -1].double()
-            on_keys = attention[:, chosen.keys[0][query] & (chosen.kept[query] | (name == "duplicate"))].sum(1)
+            on_keys = attention[:, keys[query] & (chosen.kept[query] | (name == "duplicate"))].sum(1)
             whole = attention[:, chosen.kept[query]].sum(1) if name == "induction" else 1
             cube[rest // chosen.names, rest % chosen.names, layer] += on_keys / whole
     every = range(chosen.names)
