@@ -90,8 +90,9 @@ def renamed_p_values(
     # Queries of both, whichever is asked for, so that company changes no p-value; relations of your own may have none.
     both = [name for name in EQUALITIES if name in prompts.relations and redraws_tokens(prompts, name)]
     if not _common_queries([prompts.relations[name] for name in both]):
-        of = partial(renamed_p_values, model, seed=seed, options=options)
-        return {name: of(replace(prompts, relations={name: prompts.relations[name]}), [name])[name] for name in names}
+        alone = partial(renamed_p_values, model, seed=seed, options=options)
+        each = {name: replace(prompts, relations={name: prompts.relations[name]}) for name in names}
+        return {name: alone(each[name], [name])[name] for name in names}
     chosen = _Queries(prompts, [prompts.relations[name] for name in both], np.random.default_rng(seed))
     shape = model.cfg.n_layers, model.cfg.n_heads, len(chosen.prompts) * chosen.names
     attention = {name: torch.zeros(shape, dtype=torch.float64) for name in both}
