@@ -128,6 +128,8 @@ class Grid:
     """At most how many conditions are one ensemble, since one process draws all its batches; None: any number."""
     seeds_together: int | None = None
     """At most how many seeds of a condition are one ensemble; None: all."""
+    seeds: Sequence[int] | None = None
+    """How many of each condition, where they differ; None: `size.seeds` of all."""
 
     def ensembles(self) -> list[dict[str, Any]]:
         """Returns what `trained_ensemble` takes for each group of conditions of one shape, as JSON.
@@ -137,25 +139,30 @@ class Grid:
         """
         columns = list(dict.fromkeys(name for condition in self.conditions for name in condition))
         groups: dict[tuple, list[dict[str, Any]]] = {}
-        for condition in self.conditions:
+        counts = self.seeds or [self.size.seeds] * len(self.conditions)
+        for condition, count in zip(self.conditions, counts, strict=True):
             values: dict[str, Any] = asdict(self.size.task) | NETWORK | dict(condition)
             keys = {name: values[name] for name in columns}
             kind = {name: values.pop(name) for name in NETWORK}
             if kind["model"] != "network":
                 values["n_positions"] = 0
             task = ExemplarTask(**values)
-            alike = groups.setdefault((task.n_labels, task.n_pairs, *kind.values()), [])
+            alike = groups.setdefault((count, task.n_labels, task.n_pairs, *kind.values()), [])
             if not alike or len(alike[-1]["tasks"]) == self.together:
                 alike.append({"tasks": [], "keys": [], **kind})
             alike[-1]["tasks"].append(asdict(task))
             alike[-1]["keys"].append(keys)
-        each = [group for alike in groups.values() for group in alike]
-        return [{**group, "size": asdict(size)} for group in each for size in self._sizes()]
+        return [
+            {**group, "size": asdict(size)}
+            for (count, *_), alike in groups.items()
+            for group in alike
+            for size in self._sizes(count)
+        ]
 
-    def _sizes(self) -> list[Size]:
-        """The size with each part of its seeds."""
-        most = self.seeds_together or self.size.seeds
-        seeds = range(self.size.first_seed, self.size.first_seed + self.size.seeds)
+    def _sizes(self, count: int) -> list[Size]:
+        """The size with each part of so many seeds."""
+        most = self.seeds_together or count
+        seeds = range(self.size.first_seed, self.size.first_seed + count)
         parts = [seeds[first : first + most] for first in range(0, len(seeds), most)]
         return [replace(self.size, first_seed=part[0], seeds=len(part)) for part in parts]
 
@@ -169,7 +176,12 @@ def grid_study(name: str, smoke: Grid, cpu: Grid, paper: Grid, **others: Grid) -
 def training_jobs(grid: Grid, inputs: Inputs) -> list[Measurement]:
     """Returns one job for each ensemble of a grid: the `train` stage of a study."""
     return [
-        Measurement(training_curves, {"ensemble": ensemble, "trained": inputs.trained}, seed=None)
+        Measurement(
+            training_curves,
+            {"ensemble": ensemble, "trained": inputs.trained},
+            seed=None,
+            keys=ensemble["keys"][0] if len(ensemble["keys"]) == 1 else {},  # of several conditions the rows tell
+        )
         for ensemble in grid.ensembles()
     ]
 
