@@ -81,7 +81,7 @@ ac.score_heads(model, prompts["pre-aligned"]).top("lookup", 4)
 # ## No head aligns
 #
 # On standard prompts no head attends reliably, from the position that begins a phrase, to the symbol that the phrase translates. Chance is 1/5; the best head is right in less
-# than half of the phrases, which is what `localize` asks of an aligner.
+# than half of the phrases; `localize` asks an aligner for at least half.
 
 # %%
 aligned = ac.score_heads(model, prompts["standard"])

@@ -214,7 +214,7 @@ def _help(arguments: Sequence[str]) -> int:
         print(f"\n{group}:")
         for name, description in verbs.items():
             print(f"  {name:<10} {description}")
-    print(f"\n{PROGRAM} VERB --help lists the options of a verb, --help all every one of them.")
+    print(f"\n{PROGRAM} VERB --help lists the main options of a verb, VERB --help all every one.")
     print(f"{PROGRAM} --version prints the version.")
     return 0 if arguments else 2
 

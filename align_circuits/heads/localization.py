@@ -87,8 +87,7 @@ class Localization:
     the output of the head changes there: at the positions that predict they do not attend so (`where_heads_matter`)."""
 
     def __repr__(self) -> str:
-        name = self.prompts.task.get("name", "tokens")
-        return f"Localization({self._named or 'no head named'}; tested on {len(self.prompts)} x {name})"
+        return f"Localization({self._named or 'no head named'}; tested on {len(self.prompts)} prompts)"
 
     def _repr_html_(self) -> str:
         shown = ("set", "verdict", "ablated", "accuracy", "intact", "heads")

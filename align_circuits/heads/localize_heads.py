@@ -80,10 +80,10 @@ def localize(
     - and the model needs it (mean ablation), or it carries the answer (patching from clean prompts into corrupted
       ones: `task.pairs`).
 
-    The p-value of a candidate, a head in a role, is that it fails one of the last two: the larger of that of its
-    attention and twice the smaller one of its two effects. Corrected over all candidates (Benjamini and Hochberg, 1995)
-    it bounds the false discovery rate: the share of false names among all. Candidates attend as the role requires, and
-    have an effect, on the half that chooses.
+    The p-value of a candidate, a head in a role, is that of the hypothesis that it fails one of the last two: the
+    larger of that of its attention and twice the smaller one of its two effects. Corrected over all candidates
+    (Benjamini and Hochberg, 1995) it bounds the false discovery rate: the share of false names among all. Candidates
+    attend as the role requires, and have an effect, on the half that chooses.
 
     A head that does not attend to the token before at the positions that predict may do so where its output matters
     (`where_heads_matter`), as the previous-token head of an induction circuit does. Its score, attention and p-value

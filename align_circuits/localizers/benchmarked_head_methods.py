@@ -129,7 +129,7 @@ def direct_effect(model: HookedModel, pair: Pair) -> Grid:
     Source: path patching to the logits, Wang et al. (2022), "Interpretability in the Wild", §3.1.
     """
     clean, corrupted = (
-        direct_logit_attribution(model, prompts).heads().to_array("direct_logit")
+        direct_logit_attribution(model, prompts, kind=pair.kind or "all").heads().to_array("direct_logit")
         for prompts in (pair.clean, pair.corrupted)
     )
     return np.abs(clean - corrupted)

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from align_circuits.heads.candidates import ALIGNERS, quoted, remedies
 from align_circuits.heads.heads_without_role import LARGE_EFFECT
 from align_circuits.heads.interchange_interventions import HEAD
-from align_circuits.heads.localization import SHOWN, Localization, unnamed_sentences
+from align_circuits.heads.localization import SHOWN, Localization, elsewhere_sentences, unnamed_sentences
 from align_circuits.heads.localization_rows import formatted, named_head_rows, verdict_rows, with_values
 from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.head_names import describe
@@ -172,14 +172,14 @@ def _section(heading: str, content: Content | Sequence[Content], **values: Any) 
 def headline_of(localization: Localization) -> str:
     """Returns what was found, whether the model needs it, the largest effect, and the gravest caveat, a line for each.
 
-    A line has one or several sentences. That the model is not shown to solve the prompts stands before all else. Where
-    no head is named, it says which p-values the prompts do not allow.
+    After it come the heads scored where their output matters. A line has one or several sentences. That the model is
+    not shown to solve the prompts stands before all else. Without a named head, p-values out of reach are told.
     """
     found = [*_found(localization), _largest_effect(localization)]
     told = [sentence for sentence in _caveats(localization) if GUESS in sentence]
     gravest = [sentence for sentence in _caveats(localization) if sentence not in told][:1]
     out_of_reach = [] if localization.named_heads else [*filter(None, [_smallest_p(localization).strip()])]
-    after = [*out_of_reach, *gravest]
+    after = [*out_of_reach, *dict.fromkeys([*gravest, *elsewhere_sentences(localization)])]
     return "\n".join([*found, *told, *after] if localization.nameless else [*told, *found, *after])
 
 
@@ -270,7 +270,7 @@ def _found(localization: Localization) -> list[str]:
     single = f" Role by role, the model {need}." if len(roles) > 1 else ""
     apart = ""
     if {*localization.elsewhere} & {*roles.get("previous", ())}:
-        apart = ", and as many of the previous-token heads that are scored where their output matters"
+        apart = "; the same holds separately for previous-token heads that are scored where their output matters"
     return [
         f"{len(needed.heads)} of {needed.total} heads {'is' if len(needed.heads) == 1 else 'are'} named: {named}. Each "
         f"passed its tests on prompts that had no part in choosing it; at most {100 * localization.thresholds.fdr:g}% "

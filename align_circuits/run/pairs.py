@@ -51,7 +51,7 @@ class Pair:
     """What `task.corrupt(clean, ...)` returns."""
     metric: Metric | None = None
     """`"log_prob"` of the target's token in nats; its `"logit"` above the mean logit; its `"prob"`; `"logit_diff"`, its
-    logit minus that of the wrong answer; `"kl"`, the divergence from the clean run's prediction in nats (its gradient
+    logit minus that of the wrong answer; `"kl"`, KL(clean ‖ edited) of the two predictions in nats (its gradient
     in the clean run is 0); `"accuracy"`, and `"choice_accuracy"` between right and wrong answer (where no gradient is
     needed); or a function `(logits, targets) -> numbers` (`run.target_metrics.OwnMetric`). None: the verb's own
     choice."""

@@ -536,8 +536,8 @@ class Table:
         frame = table.frame
         if several := [key for key in others if len(frame[key].unique()) > 1]:
             raise ValueError(
-                f"only the table of {self.provenance.verb!r} has {' and '.join(several)}, which tells its rows apart: "
-                f"choose one value with .where({several[0]}={frame[several[0]].iloc[0]!r}) first"
+                f"one table of {self.provenance.verb!r} has rows by {' and '.join(several)}, the other has not: give "
+                f"two of the same rows, or choose a value with .where({several[0]}={frame[several[0]].tolist()[0]!r})"
             )
         return replace(table, frame=frame.drop(columns=others))
 

@@ -33,9 +33,9 @@ def small() -> ac.Localization:
 
 
 def test_a_result_shows_itself(small):
-    assert repr(small) == "Localization(lookup: L1H2; tested on 2 x tokens)"
+    assert repr(small) == "Localization(lookup: L1H2; tested on 2 prompts)"
     none = replace(small, heads_by_role={"lookup": ()})
-    assert repr(none) == "Localization(no head named; tested on 2 x tokens)"
+    assert repr(none) == "Localization(no head named; tested on 2 prompts)"
     assert small.summary == "lookup: L1H2.\nA token is correct in 0.75 [0.50, 0.88] of cases (2 test prompts).\nA < B."
     intact = "A token is correct in 0.75 [0.50, 0.88] of cases (2 test prompts)."
     assert none.summary == f"No head passes every test.\n{intact}\nA < B."

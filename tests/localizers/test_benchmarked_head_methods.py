@@ -146,10 +146,10 @@ def test_the_page_turns_a_score_of_attention_into_a_method(tmp_path):
     refused("NaN at L0H", scores_by_role, "look", without_scores, model, CIRCUIT_ROLES)
 
 
-@pytest.mark.parametrize("name", ["ablation, zero", "patching, denoise", "AtP"])
-def test_a_method_scores_by_the_metric_of_its_pair(circuit, name):
+@pytest.mark.parametrize("name", ["ablation, zero", "patching, denoise", "AtP", "direct effect"])
+def test_a_method_scores_by_the_metric_and_the_targets_of_its_pair(circuit, name):
     model, pair = circuit
     few = Pair(pair.clean[:2], pair.corrupted[:2])
-    by_logit: Any = METHODS[name](model, replace(few, metric="logit"))
-    by_log_prob: Any = METHODS[name](model, few)
-    assert np.isfinite(by_logit).all() and not np.allclose(by_logit, by_log_prob)
+    other: Any = {"kind": "first"} if name == "direct effect" else {"metric": "logit"}  # direct effects are of logits
+    as_asked, plain = (np.asarray(METHODS[name](model, each)) for each in (replace(few, **other), few))
+    assert np.isfinite(as_asked).all() and not np.allclose(as_asked, plain)

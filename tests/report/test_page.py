@@ -171,7 +171,7 @@ def page(localization, tmp_path_factory):
 def test_a_localization_shows_itself(localization):
     heads = {role: describe(heads) for role, heads in localization.heads_by_role.items() if heads}
     shown = "; ".join(f"{role}: {names}" for role, names in heads.items())
-    assert repr(localization) == f"Localization({shown}; tested on 8 x seq2seq)" and len(heads) > 2
+    assert repr(localization) == f"Localization({shown}; tested on 8 prompts)" and len(heads) > 2
     notes = TaskFacts(notes=("Heads <align> & look up.",))
     page = replace(localization, task=notes, unnamed=(), verdicts=())._repr_html_()
     assert "<align>" not in localization._repr_html_() and "<align>" not in page
@@ -183,7 +183,7 @@ def test_a_localization_shows_itself(localization):
     cells = re.findall("<td[^>]*>(.*?)</td>", rows[0])
     assert cells[:2] == [describe([head]), role] and cells[2].startswith(f"{score:.2f} [") and f"{q:.1g}" in cells
     nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()), task=TaskFacts())
-    assert repr(nothing) == "Localization(no head named; tested on 8 x seq2seq)"
+    assert repr(nothing) == "Localization(no head named; tested on 8 prompts)"
     assert "<div>No head passes every test. Nearest: L1H3 (align_query: causal p = " in nothing._repr_html_()
 
 

@@ -406,9 +406,7 @@ def test_tables_that_do_not_pair():
     with pytest.raises(ValueError, match="do not hold the same rows"):
         _ = made.where(layer=0) - made
     renamed = Table(made.frame.rename(columns={"metric": "measure"}), made.provenance)
-    with pytest.raises(
-        ValueError, match=r"only the table of 'made' has metric, .* choose one value with \.where\(metr"
-    ):
+    with pytest.raises(ValueError, match=r"table of 'made' has rows by metric, .* choose a value with \.where\(metr"):
         _ = made - renamed
     with pytest.raises(ValueError, match="tables without a common key: level, layer, head, metric and seed"):
         _ = made - Table(pd.DataFrame({"seed": [0], "value": 1.0, "low": 1.0, "high": 1.0, "n": 1}), made.provenance)
