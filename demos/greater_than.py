@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Greater than
 #
-# You will patch with a metric of your own, here whether a year is greater than another. You will find that in SmolLM2 one head, L20H8, brings most of the answer.
+# You will patch with a metric of your own, here whether a year is greater than another. You will find that in SmolLM2 one head, L20H8, matters far more than any other.
 #
 # "The war lasted from the year 1739 to the year 17": the two digits that follow must be greater than 39. Hanna et al. (2023, "How does GPT-2 compute greater-than?") measure the
 # probability of all years that fit minus that of all others. SmolLM2 reads numbers digit by digit, so here it is the *tens digit* that must be greater; the start year ends in 9, so
@@ -76,12 +76,13 @@ best = ac.attribute_heads(model, pair).top("greater", 6).head_indices
 others = {(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)} - {*best}
 control = draw.sample(sorted(others), 6)
 effects = ac.patch_heads(model, pair, heads=best + control)
+print(effects.baselines)
 effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in best for head in effects.head_indices])
 
 # %% [markdown]
 # ## Attention and MLPs
 #
-# L20H8 takes away far more than all others; the random heads take next to nothing.
+# L20H8 takes away .39 of the 1.90 by which clean and corrupted runs differ, a fifth, and eight times as much as any other; the random heads take next to nothing.
 #
 # Is it attention or MLPs, and at which token? What they add in some layers is patched from the corrupted run, at the tens digit (`Y`) and where the text ends (`END`). Look for dark
 # cells: there the answer is lost.

@@ -126,7 +126,7 @@ def test_estimates_stand_beside_what_they_estimate(values, tmp_path, ran, declin
     run(np.concatenate([values[0], values[0]]), tmp_path / "a", verb="patch", heads=of_one_token)
     assert "alone" not in ran(command)
     run(values[0], tmp_path / "a", verb="patch", heads=kinds.iloc[:3].assign(positions=["all", "END", "S"]))
-    assert "has positions, which tells its rows apart" in declined(command)
+    assert "has rows by positions, the other has not" in declined(command)
     run(values[0], tmp_path / "a", verb="attribute", heads=HEADS.assign(metric="kl"))
     assert "these differ in metric (kl, lookup)" in declined(command)
 
