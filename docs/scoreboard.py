@@ -271,6 +271,12 @@ def kept(row: Row) -> list[Kept]:
     return sorted(having, key=lambda each: (each.percent, later.get(each.folder.name, -1)), reverse=True)
 
 
+def rows_changed_by_besides() -> int:
+    """Returns how many rows would have another verdict if the claims in `besides` counted, too."""
+    shown = [results[0] for paper in TITLES for row in rows(paper) if (results := kept(row))]
+    return sum(each.outcome != replace(each, row=replace(each.row, besides=())).outcome for each in shown)
+
+
 def _at(row: Row, folder: Path) -> Kept:
     found = published_checks(row.experiment, folder)
     checks = [check for check in found if not row.claims or any(part in check.claim for part in row.claims)]
