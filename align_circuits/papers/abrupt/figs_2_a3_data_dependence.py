@@ -33,10 +33,11 @@ def _bases(table: Table) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def accuracy_grid(table: Table, measure: str) -> pd.DataFrame:
-    """Returns panel (a): burstiness down, classes across, means over seeds at the end."""
+    """Returns panel (a): burstiness down, classes across, means over seeds at the end; NaN where none was trained."""
     end = late_mean(measure, **_bases(table)[0])
     bursts, classes = levels(table, "burst"), levels(table, "n_classes")
-    means = [[end.at(burst=burst, n_classes=count)(table).mean() for count in classes] for burst in bursts]
+    by_seed = [[end.at(burst=burst, n_classes=count)(table) for count in classes] for burst in bursts]
+    means = [[each.mean() if len(each) else np.nan for each in row] for row in by_seed]
     return pd.DataFrame(means, bursts, classes)
 
 
