@@ -97,7 +97,7 @@ scores = {
 ac.plots.head_maps(scores["after"] - scores["before"], metrics, "What tuning changed")
 
 # %% [markdown]
-# Left: one head above all, L19H2, now attends to the symbol that is translated next. Right: heads of the layers above it, from 21 on, now look up the translations of that symbol.
+# Left: one head above all, L19H2, now attends to the symbol that is translated next. Right: heads mostly of the layers above it, from 21 on, now look up the translations of that symbol.
 # The four best aligners:
 
 # %%

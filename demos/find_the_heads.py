@@ -53,7 +53,7 @@ for head in (found.heads("align_query")[0], decoy):
 ac.plots.ablation(found.evidence.set_ablations, "First and later tokens with heads ablated")
 
 # %% [markdown]
-# Nearly every control set leaves the accuracy at 1, and the named heads lower it to .3. One set of heads of similar scores lowers it as much, so the verdict above is "not shown to
+# Nearly every control set leaves the accuracy at 1, and the named heads lower it to .3. One set of heads of similar scores lowers it more, so the verdict above is "not shown to
 # be necessary": the circuit also needs a head that has no role.
 #
 # What does a named head attend to? A row is the token that attends; look for one bright cell a row, on the symbol that comes next. `...` is all earlier lines.
@@ -69,7 +69,7 @@ ac.plots.attention(circuit, found.prompts[0], heads=[*found.heads("align_query")
 # ## A model that was trained
 #
 # The bundled Llama looks up in pre-aligned prompts, where the symbol stands before its phrase. There a lookup head *is* an induction head: what followed the symbol last time is the
-# phrase. So most of them have both names. To save time this call draws eight control sets, not twenty: no p-value of a verdict is below 1/9 then, and none can say "necessary".
+# phrase. So half of them have both names. To save time this call draws at most eight control sets, not twenty: no p-value of a verdict is below 1/9 then, and none can say "necessary".
 
 # %%
 llama = ac.load("toy-llama")
@@ -77,7 +77,7 @@ trained = ac.localize(llama, ac.Seq2SeqTask(style="pre-aligned", n_examples=8), 
 print(trained.summary)
 
 # %% [markdown]
-# Compare the cross with the dots again:
+# Compare the cross with the dot:
 
 # %%
 ac.plots.ablation(trained.evidence.set_ablations, "toy-llama, pre-aligned prompts")
@@ -104,8 +104,8 @@ effects = ac.patch_heads(circuit, ac.Pair(prompts, corrupted), heads=found.named
 ac.plots.head_map(effects.where(kind="first", metric="log_prob"), "log_prob", "Denoising: first tokens", unit="nats")
 
 # %% [markdown]
-# The aligner and both lookup heads carry what distinguishes the prompts. The other two do not: what they write is the same for both. Without the aligner first letters are lost and
-# later ones are not:
+# The aligner and both lookup heads bring first letters back. The other two do not: the previous-token head writes the same for both prompts, and the other aligner, of keys, serves
+# later letters. Without the aligner of queries first letters are lost and later ones are not:
 
 # %%
 aligner = found.heads("align_query")

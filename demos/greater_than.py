@@ -32,7 +32,7 @@ print(f"this page was run with {model.cfg.model_name}: {model.cfg.n_layers} laye
 # %% [markdown]
 # ## Minimal pairs
 #
-# The corrupted war begins in a year with a 0 for its tens digit, after which every tens digit but 0 fits. No text comes twice: equal ones would be no evidence of their own.
+# The corrupted war begins in a year with a 0 for its tens digit, after which every tens digit but 0 fits. No clean text comes twice: equal ones would be no evidence of their own.
 
 # %%
 digits = "0123456789" if model.cfg.model_name == "smollm2" else "ABCDEFGHIJ"
@@ -46,7 +46,7 @@ texts, corrupted_texts = (
     for starts in (rows, [(noun, 0) for noun, _ in rows])
 )
 clean, corrupted = ac.Prompts.from_pairs(
-    texts, corrupted_texts, model.tokenizer, answer=[digits[of + 1] for of in tens], positions={"Y": -9}
+    texts, corrupted_texts, model.tokenizer, answer=[digits[of + 1] for of in tens], positions={"Y": [(digits[of], int(of == 7)) for of in tens]}
 )
 
 # %% [markdown]
@@ -93,4 +93,5 @@ parts = ac.patch_sites(model, pair, ["attn_out", "mlp_out"], layers=layers, posi
 ac.plots.position_map(parts, title="Noising: probability of digits that fit minus the others")
 
 # %% [markdown]
-# Attention of layer 20 at the end of the text, where L20H8 is: of the layers shown it alone matters. The MLPs of layers 20 and 25 add a little. (Only every fifth layer was patched.)
+# With the MLP of layer 0 patched at the tens digit, all is lost (1.90): later layers learn of the digit from there. At the end attention of layer 20, where L20H8 is, takes away .61, and
+# the MLPs of layers 20 and 25 .05 each. (Only every fifth layer was patched.)

@@ -96,7 +96,7 @@ ac.plots.head_map(scores, "lookup", "Attention to earlier letters of the same sy
 # %% [markdown]
 # Two heads of the last layer, above the aligners, since what to look up must be known first. (Gray: a head that gives letters no attention.)
 #
-# The circuit knows its true roles, since it was built by hand, with *decoys* beside it: heads that attend as required and write nothing. Of the two heads with a perfect score one
+# The circuit knows its true roles, since it was built by hand, with *decoys* beside it, such as a head that attends as required and writes nothing. Of the two heads with a perfect score one
 # is an aligner and the other is a decoy. **A score is not a cause**: it says where a head attends, not whether the model uses it.
 
 # %%

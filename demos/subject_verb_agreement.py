@@ -77,7 +77,7 @@ print(found.summary)
 
 # %% [markdown]
 # By effect rather than by attention: the six heads that attribution ranks first, patched where the verb comes, beside six random ones, and what they attend to. In SmolLM2 three
-# heads bring the number back, L26H0 (2.2 [1.7, 2.7]), L27H8 (2.0) and L27H7 (0.7), and half of their attention or so lies on the subject: 0.51, 0.63 and 0.44. Of the random ones
+# heads bring the number back, L26H0 (2.2 [1.7, 2.8]), L27H8 (2.0) and L27H7 (0.7), and half of their attention or so lies on the subject: 0.51, 0.63 and 0.44. Of the random ones
 # none brings back more than 0.01. The model never gives the verb the highest probability of all tokens, so only the difference of the two logits says anything.
 
 # %%

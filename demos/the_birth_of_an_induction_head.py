@@ -80,7 +80,7 @@ draw_measures()(table)
 # ## Attention through the transition
 #
 # The attention of one network on one sequence, before, at and after the transition: layer 1 above, and below it what the target attends to in layer 2. Move the slider. (As a
-# notebook on GitHub this page shows the first step alone.) Look at the cells beside the diagonal in layer 1, and at position 5 in layer 2, where the right label stands.
+# notebook on GitHub this page shows the first step alone.) Look at the cells beside the diagonal in layer 1, and at position 3 in layer 2, where the right label stands.
 
 # %%
 import pandas as pd

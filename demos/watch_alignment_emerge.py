@@ -98,7 +98,7 @@ for metric, kind in (("align_query", "all"), ("lookup", "all"), ("accuracy", "fi
 # %% [markdown]
 # ## Is it the heads?
 #
-# `localize` names them on one half of fresh prompts and tests them on the other. To save time it draws four control sets, not twenty: no p-value of a verdict is below 1/5 then, and none can say "necessary".
+# `localize` names them on one half of fresh prompts and tests them on the other. To save time it draws at most four control sets, not twenty: no p-value of a verdict is below 1/5 then, and none can say "necessary".
 
 # %%
 found = ac.localize(after, task, n=32, seed=1, n_controls=4)

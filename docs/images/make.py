@@ -76,7 +76,7 @@ NAMES = ("Mary", "John", "Anna", "Tom", "Kate", "Paul", "Lucy", "Mark", "Jane", 
 
 
 def pairs() -> list[dict[str, str]]:
-    """Returns minimal pairs on the indirect object (Wang et al., 2023); the README shows the first two."""
+    """Returns minimal pairs on the indirect object (Wang et al., 2023); the README shows two such."""
     draw = random.Random(0)
     text = "When {} and {} went to the store, {} gave a book to".format
     rows = [("Mary", "John"), ("Tom", "Anna"), *(tuple(draw.sample(NAMES, 2)) for _ in range(10))]
