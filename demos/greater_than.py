@@ -45,8 +45,9 @@ texts, corrupted_texts = (
     [f"The {noun} lasted from the year {century}{digits[of]}{digits[9]} to the year {century}" for noun, of in starts]
     for starts in (rows, [(noun, 0) for noun, _ in rows])
 )
+tens_digit = [(digits[of], int(of == 7)) for of in tens]  # the second 7, since the century has one
 clean, corrupted = ac.Prompts.from_pairs(
-    texts, corrupted_texts, model.tokenizer, answer=[digits[of + 1] for of in tens], positions={"Y": [(digits[of], int(of == 7)) for of in tens]}
+    texts, corrupted_texts, model.tokenizer, answer=[digits[of + 1] for of in tens], positions={"Y": tens_digit}
 )
 
 # %% [markdown]

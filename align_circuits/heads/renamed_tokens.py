@@ -185,8 +185,8 @@ def _exchanged(tokens: Int[Tensor, " pos"], new: Int[Tensor, ""]) -> Int[Tensor,
     return torch.where(tokens == last, new, torch.where(tokens == new, last, tokens))
 
 
-def share_at_least_first(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:
-    """The share of redraws that score at least as high as the first, the true keys; equal up to rounding is equal."""
+def share_at_least_first(scores: Float[ndarray, "layer head redraw"], near: float = 0) -> Float[ndarray, "layer head"]:
+    """The share of redraws that score at least as high as the first, the true keys, up to rounding and up to `near`."""
     true = scores[..., :1]
     # Sums in another order differ in their last bits; a tie that counts as lower would make p too small.
-    return (scores >= true - 1e-6 * np.abs(true)).mean(-1)
+    return (scores >= true - 1e-6 * np.abs(true) - near).mean(-1)

@@ -212,6 +212,12 @@ class TestBesideLoops:
         np.testing.assert_allclose(found, exact, atol=0.02)  # 9,999 draws: four standard errors
         assert len(np.unique(found)) > 2 and found.min() >= 1 / (REDRAWS + 1)
 
+    def test_heads_that_attend_elsewhere_tie_whatever_the_batch(self):
+        task = ac.Seq2SeqTask(n_examples=5, alignment="permutation")
+        drawn = task.sample(12, (circuit := ac.planted_circuit(task)).tokenizer, seed=1)
+        of_batch = [p_values(circuit, drawn, ["previous"], options=ac.RunOptions(batch_size=n)) for n in (12, 3)]
+        np.testing.assert_allclose(*(found["previous"] for found in of_batch), atol=1e-3)
+
     @pytest.mark.slow
     def test_neither_batches_nor_company_nor_precision_change_them(
         self, model, prompts, random_hf_model, char_tokenizer
