@@ -88,7 +88,7 @@ class Edit(ABC):
 
         Raises:
             ValueError: A head that the model does not have, a hook that never fires or is not read, or `prompts`
-                missing.
+                missing (means and resampling raise it when they run).
         """
         context = None if prompts is None else BatchContext.all_of(prompts)
         changes = as_hooked(changes_of([self], model, context), model)
@@ -668,7 +668,7 @@ class Steer(_AtSite):
     """
 
     vector: Float[Tensor, " d"] | None = None
-    """d_model numbers at a layer's site, d_head at a head's; not at the site `"pattern"`."""
+    """d_model numbers at a layer's site (d_mlp at `mlp_post`), d_head at a head's; not at the site `"pattern"`."""
     scale: float = 1.0
     """The factor of the vector."""
 

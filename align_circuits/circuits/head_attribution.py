@@ -63,7 +63,7 @@ def attribute_heads(
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
         method: How the score is made.
-        sites: As for `patch_heads`.
+        sites: As for `patch_heads`, but `resid_mid`; with `grad_drop` neither `attn_out` nor `mlp_post`.
         grad_drop: Scores without a sign: the gradient is dropped where it comes through one layer after the other, and
             the absolute scores are averaged over the layers, a head's own left out, so that no cancellation hides a
             head. Source: Kramár et al. (2024), §3.2.

@@ -45,7 +45,7 @@ class UnnamedHead:
     high: bool
     """Whether the score is high enough for the role."""
     large: bool
-    """Whether the effect is measured and at least `LARGE_EFFECT` of the difference, and its interval leaves out 0."""
+    """Whether the head has no name and its measured effect is at least `LARGE_EFFECT`, its interval leaving out 0."""
 
     def __repr__(self) -> str:
         return f"{describe([self.head])}: {'large effect, ' if self.large else ''}{self.size}; {self.why}"

@@ -130,7 +130,7 @@ class Localization:
 
     @property
     def summary(self) -> str:
-        """The result in words: the answer, then a line for each verdict and each caveat."""
+        """The result in words: the answer, then lines for the verdicts (those of roles together) and the caveats."""
         together = [verdict.sentence for verdict in self.verdicts if verdict.role is None]
         return "\n".join([self.answer, *together, *role_sentences(self.verdicts), *self.caveat_sentences])
 

@@ -102,8 +102,9 @@ def localize(
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
-        task: Prompts, or a task that they are sampled from. All must have their targets at the same positions from
-            the end; related prompts (`Prompts.group`) stay in one half.
+        task: Prompts, or a task that they are sampled from. A role without named candidates, but for induction,
+            previous and duplicate, needs its queries at the same positions from the end in all prompts. Related
+            prompts (`Prompts.group`) stay in one half.
         n: How many prompts, half to choose candidates and half to test them; by default 64 of a task, or all prompts.
         seed: Of the prompts, the permutation tests and the random heads.
         corrupted: With prompts: a partner for each, for activation patching; by default another of the prompts.
@@ -124,7 +125,7 @@ def localize(
     Raises:
         TypeError: Neither prompts nor a task, or `corrupted` or `roles` beside a task.
         ValueError: Fewer than 8 prompts, prompts without any of the roles, a role with the name of a row of the results
-            (such as `"random"` or `"named"`), related prompts that cannot be halved, targets at different positions, a
+            (such as `"random"` or `"named"`), related prompts that cannot be halved, queries at different positions, a
             negative number of controls, or a model without the tokenizer that the task needs.
     """
     task = as_task(task, corrupted, roles)

@@ -63,7 +63,7 @@ def patch_heads(
             layer (`"resid_pre"`, `"attn_out"`, `"resid_mid"`, `"mlp_post"`, `"mlp_out"`, `"resid_post"`), whose rows
             have no head. Under grouped-query attention the heads that share a key head are patched together at `"k"`,
             `"rot_k"` and `"v"`, and have equal rows.
-        heads: Which heads, as `(2, 3)` or `"L2H3"`, or the layers of which heads; all by default.
+        heads: Which heads, as `(2, 3)` or `"L2H3"` (of keys all that share them), or the layers of which; or all.
         positions: At which tokens: masks by name, or names of `pair.clean.positions`, each patched on its own;
             `"groups"` for `position_groups(clean)`; by default all tokens at once.
         screen: A share of the heads, such as .25, at each site and group of positions: only those whose effect is

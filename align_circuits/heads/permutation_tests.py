@@ -37,10 +37,10 @@ def p_values(
 
     - `align_query`, `align_key`: the score is the hit rate. All prompts of a task share the positions of their keys, so
       alignments are redrawn: every order of the m input places, or 9,999 of them, the same for all prompts. The
-      smallest possible value is 1/m!, so that up to three places (1/6) nothing can be established.
+      smallest possible value is 1/m!, but at least 1/10,000; up to three places (1/6) nothing can be established.
     - `previous`: the score is how far the attention one token back exceeds that to the query itself and two tokens
-      back, as a share of both, redrawn among all distances that every row has, without separators and other tokens that
-      the layout repeats. A head that merely prefers late tokens gives the query itself more.
+      back, as a share of both (`Distances`), redrawn among all distances that every row has (half of the rows, if some
+      have under 20), without tokens that the layout repeats. A head that prefers late tokens gives the query more.
     - `duplicate` and `induction`: tokens are renamed (`renamed_tokens`), unless fewer than seven can be and keys move.
     - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the
       attention to keys, redrawn at each target among 9,999 sets of as many positions, without those of separators and
@@ -80,8 +80,8 @@ def p_values(
 
     Raises:
         KeyError: A relation that the prompts do not have.
-        ValueError: Fewer than two prompts, prompts whose targets lie at different positions, or edits of a model whose
-            tokens are to be renamed.
+        ValueError: Fewer than two prompts, queries at different positions in a relation whose keys are redrawn among
+            prompts, or edits of a model whose tokens are to be renamed.
     """
     tests = PermutationTests(model, prompts, relations, seed=seed, edits=edits, options=options)
     if tests.readers:

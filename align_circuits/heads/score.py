@@ -92,8 +92,9 @@ def score_heads(
     Returns:
         A table keyed by level, layer, head and metric, with 95% intervals over prompts. Rows of the level
         `"layer"` measure the attention averaged over a layer's heads, as Agarwal & Sarawagi (2025) do, and have no
-        head. `n` counts the targets that have a value; a metric without any, such as the induction of prompts without a
-        repeated token, or a head that pays no candidate any attention, has n = 0 and the value NaN.
+        head. `n` counts the rows of the relation (in tasks one a target) that have a value. Without any it is 0 and the
+        value NaN: prompts without a repeated token have no induction, and a head that pays no candidate any attention
+        has no mass and no mean (its hits are 0).
 
     Raises:
         KeyError: A metric that is not known.

@@ -8,7 +8,7 @@ group `align_circuits.localizers`, in its `pyproject.toml`:
 
 One that finds edges (`benchmarked_edge_methods.EdgeLocalizer`) goes into the group `align_circuits.edge_localizers`.
 
-In place of a name stands `path/file.py:function` or `package.module:function`, whose code is then run.
+For heads `path/file.py:function` or `package.module:function`, whose code is then run, may stand in place of a name.
 """
 
 import inspect

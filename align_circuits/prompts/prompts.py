@@ -535,7 +535,7 @@ class Prompts:
             tokenizer: A Hugging Face tokenizer, for the text and for the check that a model has the same one.
 
         Raises:
-            ValueError: No prompts, an empty prompt, entries that are no ids, or a relation with a row without keys.
+            ValueError: No prompts, an empty prompt, numbers that are no ids, or a relation with a row without keys.
 
         >>> prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
         >>> prompts.relations["induction"].keys_of(0)

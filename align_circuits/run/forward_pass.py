@@ -46,8 +46,8 @@ def forward(
     """Runs a model and passes the attention and the logits of chosen positions to callbacks, keeping nothing.
 
     Memory does not grow with the number of prompts. The callbacks get the indices of their rows (on the CPU) and the
-    rows themselves (on the model's device, float32 or wider). Assign by row, do not add up: after an out-of-memory
-    the same rows come again in smaller batches.
+    rows themselves (on the model's device; all but activations float32 or wider). Assign by row, do not add up: after
+    an out-of-memory the same rows come again in smaller batches.
 
     Args:
         model: A model with TransformerLens's hooks. It runs in evaluation mode, without gradients.
@@ -123,7 +123,7 @@ def capture(
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
 ) -> dict[str, Float[Tensor, "prompt ..."]]:
-    """Returns the activations at the given hook points, after the edits, on the CPU; 0 at padding.
+    """Returns the activations at the given hook points, after the edits, on the CPU; 0 at padding (`hook_scale` 1).
 
     Memory grows with the prompts: take one layer at a time where they are many or long.
     Where rows are given, as for `forward`, only their prompts run, the activations of the others are 0, and `on_logits`

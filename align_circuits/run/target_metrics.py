@@ -32,7 +32,7 @@ MetricName = Literal["accuracy", "choice_accuracy", "log_prob", "logit", "prob",
 OwnMetric = Callable[[Float[Tensor, "target d_vocab"], pd.DataFrame], Float[Tensor, " target"]]
 """A metric of your own: takes the logits of some targets and their rows of `Prompts.targets`, with their index, and
 returns a number for each. Attribution needs one made of differentiable tensor operations. `Table.top` and
-`faithfulness` take it to fall with damage unless it is called `loss`. Where parts of a sweep are kept
+`faithfulness` take it to fall with damage unless it is called `loss` or `rank`. Where parts of a sweep are kept
 (`RunOptions.cache_dir`), it counts with its code and all that it refers to; if that cannot be told, it needs an
 attribute `identity`, a text that you change with it."""
 

@@ -11,9 +11,9 @@ from align_circuits.tables.intervals import ROUNDING, jackknife, weight_shares, 
 def p_above_zero(values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:
     """Returns the one-sided p-value of each row's mean over prompts: of no mean above 0 in the population.
 
-    The test that `mean_interval` inverts: p is at most .025 exactly where the lower end is above 0. Where all n prompts
-    agree there is no spread to judge by, and p is that of the sign test, 2^-n, if they lie above 0. 1 for a row with
-    weight in fewer than two prompts.
+    The test that `mean_interval` inverts: p is at most .025 exactly where the lower end is above 0. But where all n
+    prompts agree there is no spread to judge by, and p is that of the sign test, 2^-n, if they lie above 0. 1 for a row
+    with weight in fewer than two prompts.
 
     Args:
         values: As for `mean_interval`.

@@ -73,7 +73,7 @@ class Table:
 
     frame: pd.DataFrame
     """One row a measurement. Key columns such as level, layer, head, metric; then `VALUES`. `level` says what a row is
-    about (`"model"`, `"layer"`, `"head"`, `"kv_head"`, `"edge"`); keys that it does not have are missing (`<NA>`)."""
+    about (`"model"`, `"layer"`, `"head"`, `"kv_head"`, `"edge"`, `"set"`); keys that it lacks are missing (`<NA>`)."""
     provenance: Provenance
     values: Float[ndarray, "row prompt"] | None = None
     """The same measurement prompt by prompt, or by groups of related prompts (`Prompts.group`), where it was kept: what

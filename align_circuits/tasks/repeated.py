@@ -19,7 +19,7 @@ from align_circuits.tasks.token_ids import check_tokenizer
 class RepeatedTokensTask(Task):
     """A sequence of random tokens, all different, written several times over.
 
-    Targets are the tokens of every repeat but the first, its first token left out, which nothing predicts. Only
+    Targets are the tokens of every repeat but the first, less the first of the second, which nothing predicts. Only
     induction predicts them; a guess is right with probability one over the size of the vocabulary.
 
     Source: Olsson et al. (2022), "In-context Learning and Induction Heads".

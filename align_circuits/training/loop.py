@@ -35,7 +35,7 @@ class TrainConfig:
     """How a model is trained.
 
     Raises:
-        ValueError: A number outside its range.
+        ValueError: A number outside its range; of `betas`, `momentum`, `weight_decay` and `rest_lr` PyTorch judges.
     """
 
     steps: int

@@ -137,9 +137,9 @@ class TuneConfig:
     probe_every: int = 10
     """A probe at step 0, every so many steps, and at the end; with each, a checkpoint."""
     probe_prompts: int | None = None
-    """Prompts in a probe, this many in distribution and as many out of it. Default: as many as in an update, at most
-    10, so that probes every 10 steps take no more than a tenth of the time (`benchmarks/tuning.py`). For updates of one
-    prompt, 10 give less noisy curves and take four tenths of the time."""
+    """Prompts in a probe, this many in distribution and as many out of it. Default: all held-out ones of own prompts;
+    else as many as in an update, at most 10, so that probes every 10 steps take no more than a tenth of the time
+    (`benchmarks/tuning.py`). For updates of one prompt 10 give less noisy curves, in four tenths of the time."""
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "TuneConfig":

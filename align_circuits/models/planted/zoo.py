@@ -67,9 +67,9 @@ def zoo_circuit(seed: int) -> ZooCircuit:
     Uniformly drawn are the depth (5 to 7 layers), the width (6, 8 or 12 heads), grouped queries (half of the circuits:
     two heads a key head), the strength (.5, .7 or 1), noise (none, or .05 over the root of the number of heads; none
     at strength .5, where it would break the circuit), positional bias (none or .05 nats a token), self-repair (half),
-    the decoys (each of twelve kinds in three circuits of five), the number of heads over which each role is split (1 to
-    6, as far as the layer has room), and the task: 4 or 5 symbols, phrases of one or two letters, 3 or 4 examples, a
-    permuted alignment that no fixed distance follows at most phrases.
+    the decoys (each of twelve kinds in three circuits of five, `diffuse` in two), the number of heads over which each
+    role is split (1 to 6, as far as the layer has room), and the task: 4 or 5 symbols, phrases of one or two letters, 3
+    or 4 examples, a permuted alignment that no fixed distance follows at most phrases.
 
     Args:
         seed: Of the draw, and of the circuit's places and weights; see `PUBLIC` and `HELD_OUT`.
