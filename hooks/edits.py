@@ -537,7 +537,7 @@ def groups_of(prompts: Prompts, by: MeansBy = "kind") -> Int[Tensor, "prompt pos
     if by == "position":
         return token_positions(prompts.mask)
     group = torch.zeros(prompts.mask.shape, dtype=torch.long)
-    for number, name in enumerate(by, 1):
+    for number, name in enumerate([by] if isinstance(by, str) else by, 1):
         group[prompts.mask_of(name)] = number
     return group
 

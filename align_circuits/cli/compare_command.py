@@ -14,8 +14,7 @@ from align_circuits.cli.folders import Results
 from align_circuits.report import plots
 from align_circuits.report.page import Section
 from align_circuits.tables.provenance import Provenance
-from align_circuits.tables.ranking import End, best_end
-from align_circuits.tables.tables import VALUES, Table, in_common, joined_in
+from align_circuits.tables.tables import VALUES, Table, best_end_of, in_common
 
 SHOWN = 10
 """The rows that are printed; the report has more and the table all."""
@@ -68,7 +67,7 @@ class Compare(Verb):
             if estimates := len(run) - len(measured):
                 summary += f" {estimates} of {len(run)} numbers of {name} are estimates of a screen, and left out."
         # As what ablation takes and what patching brings.
-        ends = [{name: _best_end_of(run, name) for name in {*table.frame["metric"]}} for run in tables if of_two_verbs]
+        ends = [{name: best_end_of(run, name) for name in {*table.frame["metric"]}} for run in tables if of_two_verbs]
         opposite = len(ends) == 2 and ends[0] != ends[1]
         if opposite:
             summary += " What one run counts as a loss the other counts as a gain, so no differences are told."
@@ -230,18 +229,11 @@ def _agreement(table: Table, first: Table, second: Table) -> Iterator[str]:
         if rows["A"].nunique() < 2 or rows["B"].nunique() < 2:
             yield f"{metric}: no rank correlation, since all effects of a run are equal."
             continue
-        ends = [_best_end_of(run, metric) for run in (first, second)]
+        ends = [best_end_of(run, metric) for run in (first, second)]
         rho = rows["A"].corr(rows["B"], method="spearman") * (1 if ends[0] == ends[1] else -1)
         turned = "" if ends[0] == ends[1] else f", the {ends[0]} effects of A beside the {ends[1]} of B"
         of = "rows" if "head" not in rows or rows.duplicated(["layer", "head"]).any() else "heads"
         yield f"{metric}: rank correlation of the effects {rho:.2f} (Spearman, over {len(rows)} {of}{turned})."
-
-
-def _best_end_of(run: Table, metric: str) -> End:
-    """Which end of a metric matters most in a run."""
-    of_metric = run.frame.loc[run.frame["metric"] == metric]
-    direction = {"direction": of_metric["direction"].iloc[0]} if "direction" in run.keys else {}
-    return best_end(joined_in(run), {"metric": metric, **direction})
 
 
 def _in_one_alone(table: Table, first: Table, second: Table) -> Iterator[str]:

@@ -18,7 +18,7 @@ from align_circuits.report.plots.figure_parts import UNITS, kinds_of
 from align_circuits.report.plots.position_figures import position_labels
 from align_circuits.run.pairs import Direction, Pair
 from align_circuits.tables.intervals import COVERAGE
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import Table, best_end_of
 
 NORMALISED = (
     " In brackets, and below as normalised, (patched - corrupted) / (clean - corrupted): 0% is the metric of the "
@@ -207,7 +207,7 @@ def _screened(table: Table) -> list[str]:
     if "estimated" not in table.keys:
         return []
     heads: Any = table.frame.drop_duplicates(["layer", "head"])
-    return [f"{int((~heads['estimated']).sum())} of {len(heads)} heads were run; the others have an estimate alone."]
+    return [f"{int((~heads['estimated']).sum())} of {len(heads)} heads run; any others have an estimate alone."]
 
 
 def _of_sites(table: Table) -> Iterator[tuple[str, Table]]:
@@ -229,18 +229,23 @@ def best_of(table: Table, metric: str) -> str:
     in the expected one too. Rows whose interval holds 0 are left out; those of the five largest are named in the end.
     Heads that share the keys or values of one that is listed are left out.
     """
+    if not _largest(table):
+        return "no effect (all are 0)"
     if _largest(table) < (least_size := _rounding(table, metric)):
         return f"no effect (all are below {least_size:.1g}, which rounding may make)"
-    tops: list[Any] = [table.top(metric, len(table), by=by).frame for by in (None, "absolute")]
-    ranked, largest = (rows.loc[rows["value"].abs() >= least_size] for rows in tops)
-    sign = 1 if len(ranked) and ranked["value"].iloc[0] >= max(ranked["value"].iloc[-1], 0) else -1
+    ranked: Any = table.top(metric, len(table)).frame
+    largest: Any = table.top(metric, len(table), by="absolute").frame
+    largest = largest.loc[largest["value"].abs() >= least_size]
+    sign = 1 if best_end_of(table, metric) == "highest" else -1
     apart = _apart_from_zero(largest)
     best = [row for row in apart[:MOST_LISTED] if row["value"] * sign > 0]
     best = best or [row for row in apart if row["value"] * sign > 0][:1]
     others = [row for row in apart[:MOST_LISTED] if row["value"] * sign < 0]
     smaller = len(apart) - len(best) - len(others)
     against = f". In the other direction: {', '.join(map(head_value, others))}" if others else ""
-    nearest = "".join(f"; the largest is {head_value(row)}" for _, row in tops[0][:1].iterrows())
+    nearest = "".join(
+        f"; the largest is {head_value(row)}" for _, row in ranked[:1].iterrows() if row["value"] * sign > 0
+    )
     none = f"no effect in the expected direction has an interval that leaves out 0{nearest}"
     least = min((abs(row["value"]) for row in [*best, *others]), default=np.inf)
     first: Any = largest[:5]
@@ -268,7 +273,7 @@ def _rounding(table: Table, metric: str) -> float:
     if table.baselines is None:
         return 0.0
     frame = table.baselines.frame
-    values = frame.loc[frame["metric"] == metric, "value"].to_numpy(dtype=float)
+    values = frame.loc[(frame["metric"] == metric) & (frame["run"] != "chance"), "value"].to_numpy(dtype=float)
     return ROUNDING * float(np.nanmax(np.abs(values), initial=0))
 
 

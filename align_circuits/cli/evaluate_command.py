@@ -46,8 +46,8 @@ class Evaluate(PromptVerb):
         if CHOICE_ACCURACY in set(table.frame["metric"]):
             row = table.where(metric=CHOICE_ACCURACY, kind="all", offset=None).frame.iloc[0]
             told = unsolved(row, 0.5, prompts.n_groups, table.unit)
-            summary += f". Between right and wrong answer it is right in {interval(row)} of cases (a guess: 0.50)"
-            summary += f": {told}" * bool(told)
+            told = "; ".join(filter(None, ["a guess: 0.50", told]))
+            summary += f". Between right and wrong answer it is right in {interval(row)} of cases ({told})"
         print(f"{self.model}: {counted(prompts)}; {intervals_over(table)}\n\n{summary}.\n")
         print(_readable(shown))
         sections: list[Section] = [*accuracy_sections(table), ("All numbers", f"With {intervals_over(table)}.", shown)]

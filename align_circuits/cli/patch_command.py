@@ -72,7 +72,7 @@ class Patch(EffectVerb):
             table,
             pair,
             how=f"{counted(pair.clean, 'pair')}, {self.direction}, change of {self.metric}",
-            title=f"{'Layers' if chosen == 'each' else 'Heads'} of {self.model} patched",
+            title=f"{patched_part.replace(' or ', 's and ').capitalize()}s of {self.model} patched",
             what=f"Change of {IN_WORDS[self.metric]} when {description} is patched from {into} prompts",
             but=self.corruption,
             caveats=[UNALIGNED_COLUMNS] if chosen == "each" and not pair.clean.of_one_length else [],

@@ -27,7 +27,7 @@ class Rerun(Verb):
     out: Path | None = field(default=None, kw_only=True)
     """The folder for the repetition; by default PATH/rerun."""
     model: str | None = field(default=None, kw_only=True)
-    """Of a table that was saved from Python: what its model is loaded from, by default the name in its provenance."""
+    """What the model is loaded from, by default what the first run or the provenance of the table names."""
     task: Annotated[str | None, tyro.conf.arg(metavar="MODULE:CLASS")] = field(default=None, kw_only=True)
     """Of a run with --task: the same task again. It is code, which is run only if you name it."""
 
@@ -107,7 +107,9 @@ class Rerun(Verb):
                 else f"the run is of the task {own}, which is code and is run only if you name it: give --task {own}"
             )
         try:
-            verb = repeated.from_settings({**settings, "own_task": self.task} if own else settings, folder)
+            given = {"own_task": self.task} if own else {}
+            given |= {"model": self.model} if self.model else {}
+            verb = repeated.from_settings({**settings, **given}, folder)
             # The settings come from a file, past the parser that checks options.
             for option, kind in get_type_hints(repeated).items():
                 check_argument(name, option, getattr(verb, option), kind)

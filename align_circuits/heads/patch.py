@@ -219,7 +219,8 @@ def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
 def _masks_of(clean: Prompts, positions: Positions) -> dict[str, Bool[Tensor, "prompt pos"] | None]:
     """Returns the tokens that are patched, by name; None for all, which spares a comparison at each of them."""
     if isinstance(positions, str):
-        return {**position_groups(clean)} if positions == "groups" else {positions: clean.mask_of(positions)}
+        groups = {name: mask for name, mask in position_groups(clean).items() if mask.any()}
+        return {**groups} if positions == "groups" else {positions: clean.mask_of(positions)}
     if positions is None:
         return {EVERYWHERE: None}
     if isinstance(positions, Sequence) and positions and all(isinstance(name, str) for name in positions):

@@ -92,9 +92,8 @@ def score_heads(
     Returns:
         A table keyed by level, layer, head and metric, with 95% intervals over prompts. Rows of the level
         `"layer"` measure the attention averaged over a layer's heads, as Agarwal & Sarawagi (2025) do, and have no
-        head. `n` counts the rows of the relation (in tasks one a target) that have a value. Without any it is 0 and the
-        value NaN: prompts without a repeated token have no induction, and a head that pays no candidate any attention
-        has no mass and no mean (its hits are 0).
+        head. `n` counts the rows of the relation (in tasks one a target) with a value; without any, 0 and the value
+        NaN, as of induction without a repeated token, or of the mass of a head that pays no candidate any attention.
 
     Raises:
         KeyError: A metric that is not known.

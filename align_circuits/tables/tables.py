@@ -28,7 +28,7 @@ from align_circuits.prompts.prompts import SAME_INPUTS
 from align_circuits.tables import baselines, calls
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.provenance import EMPTY, TEXTS, Provenance
-from align_circuits.tables.ranking import best_end
+from align_circuits.tables.ranking import End, best_end
 
 VALUES = ("value", "low", "high", "n")
 """The columns that are measured; every other column is a key."""
@@ -801,16 +801,28 @@ def _texts_like_numbers(frame: pd.DataFrame) -> list[str]:
     return text_columns
 
 
+def best_end_of(table: Table, metric: str) -> End:
+    """Returns which end of a metric matters most in a table."""
+    of_metric = table.frame.loc[table.frame["metric"] == metric]
+    direction = {"direction": of_metric["direction"].iloc[0]} if "direction" in table.keys else {}
+    return best_end(joined_in(table), {"metric": metric, **direction})
+
+
 def _same_data(one: Table, other: Table) -> bool:
     """Whether two tables were measured on the same prompts; tuples are lists once they were saved."""
-    first, second = (json.dumps(table.provenance.data, sort_keys=True, default=str) for table in (one, other))
+    first, second = (json.dumps(_of_prompts(each.provenance), sort_keys=True, default=str) for each in (one, other))
     return first == second
+
+
+def _of_prompts(made: Provenance) -> dict[str, Any]:
+    """What a provenance says of the prompts; to what the command line ablated heads stands beside it."""
+    return {name: value for name, value in made.data.items() if name != "ablated to"}
 
 
 def in_common(one: Table, other: Table) -> str:
     """Returns why the prompts of two tables that cannot be paired may not be independent either; "" where they are."""
     runs = (table.provenance.subtracted() for table in (one, other))
-    return next(filter(None, (_in_both(first.data, second.data) for first, second in product(*runs))), "")
+    return next(filter(None, (_in_both(_of_prompts(one), _of_prompts(other)) for one, other in product(*runs))), "")
 
 
 def _in_both(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:

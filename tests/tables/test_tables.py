@@ -253,7 +253,7 @@ def test_tables_without_prompts_are_not_paired():
 
 
 def test_a_difference_is_paired_by_keys_and_prompts():
-    left, right = table(seed=0), table(seed=1)
+    left, right = table(seed=0), table(seed=1, data={**DATA, "ablated to": "a mean"})
     order = np.random.default_rng(0).permutation(12)
     assert right.values is not None and left.values is not None
     difference = left - right._rows(order)
