@@ -245,7 +245,7 @@ def test_estimates_and_measured_effects_are_not_mixed(models, clean, corrupted):
     value = by(full.frame, ["layer", "head"])
     assert [value[head] for head in best] == sorted((value[head] for head in best), reverse=True)
     assert len(table.where(estimated=True).top("log_prob", 8)) == 5
-    with pytest.raises(ValueError, match=r"has estimated, .* choose one value with \.where\(estimated="):
+    with pytest.raises(ValueError, match=r"rows by estimated, .* choose a value with \.where\(estimated="):
         _ = table.where(metric="log_prob") - full
 
 
