@@ -215,8 +215,8 @@ class TestBesideLoops:
     def test_heads_that_attend_elsewhere_tie_whatever_the_batch(self):
         task = ac.Seq2SeqTask(n_examples=5, alignment="permutation")
         drawn = task.sample(12, (circuit := ac.planted_circuit(task)).tokenizer, seed=1)
-        of_batch = [p_values(circuit, drawn, ["previous"], options=ac.RunOptions(batch_size=n)) for n in (12, 3)]
-        np.testing.assert_allclose(*(found["previous"] for found in of_batch), atol=1e-3)
+        one, other = (p_values(circuit, drawn, ["previous"], options=ac.RunOptions(batch_size=n)) for n in (12, 3))
+        np.testing.assert_allclose(other["previous"], one["previous"], atol=1e-3)
 
     @pytest.mark.slow
     def test_neither_batches_nor_company_nor_precision_change_them(
