@@ -207,7 +207,7 @@ def _screened(table: Table) -> list[str]:
     if "estimated" not in table.keys:
         return []
     heads: Any = table.frame.drop_duplicates(["layer", "head"])
-    return [f"{int((~heads['estimated']).sum())} of {len(heads)} heads run; any others have an estimate alone."]
+    return [f"{int((~heads['estimated']).sum())} of {len(heads)} heads were run; any others have an estimate alone."]
 
 
 def _of_sites(table: Table) -> Iterator[tuple[str, Table]]:
@@ -233,7 +233,6 @@ def best_of(table: Table, metric: str) -> str:
         return "no effect (all are 0)"
     if _largest(table) < (least_size := _rounding(table, metric)):
         return f"no effect (all are below {least_size:.1g}, which rounding may make)"
-    ranked: Any = table.top(metric, len(table)).frame
     largest: Any = table.top(metric, len(table), by="absolute").frame
     largest = largest.loc[largest["value"].abs() >= least_size]
     sign = 1 if best_end_of(table, metric) == "highest" else -1
@@ -243,9 +242,8 @@ def best_of(table: Table, metric: str) -> str:
     others = [row for row in apart[:MOST_LISTED] if row["value"] * sign < 0]
     smaller = len(apart) - len(best) - len(others)
     against = f". In the other direction: {', '.join(map(head_value, others))}" if others else ""
-    nearest = "".join(
-        f"; the largest is {head_value(row)}" for _, row in ranked[:1].iterrows() if row["value"] * sign > 0
-    )
+    top: Any = table.top(metric, 1).frame.iloc[0]
+    nearest = f"; the largest is {head_value(top)}" if top["value"] * sign > 0 else ""
     none = f"no effect in the expected direction has an interval that leaves out 0{nearest}"
     least = min((abs(row["value"]) for row in [*best, *others]), default=np.inf)
     first: Any = largest[:5]

@@ -27,7 +27,7 @@ class Rerun(Verb):
     out: Path | None = field(default=None, kw_only=True)
     """The folder for the repetition; by default PATH/rerun."""
     model: str | None = field(default=None, kw_only=True)
-    """What the model is loaded from, by default what the first run or the provenance of the table names."""
+    """What the model is loaded from, in runs of one model; by default what the run or the table's provenance names."""
     task: Annotated[str | None, tyro.conf.arg(metavar="MODULE:CLASS")] = field(default=None, kw_only=True)
     """Of a run with --task: the same task again. It is code, which is run only if you name it."""
 
@@ -106,6 +106,8 @@ class Rerun(Verb):
                 if own is None
                 else f"the run is of the task {own}, which is code and is run only if you name it: give --task {own}"
             )
+        if self.model and not isinstance(settings.get("model"), str):
+            raise ValueError(f"--model {self.model}: this run of {name!r} names no single model; leave it out")
         try:
             given = {"own_task": self.task} if own else {}
             given |= {"model": self.model} if self.model else {}

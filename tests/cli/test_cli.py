@@ -609,7 +609,7 @@ def test_a_screen_marks_its_estimates(tmp_path, capsys, monkeypatch, verb, ran):
     assert f"L{best['layer']}H{best['head']} {best['value']:.2f}" in printed
     measured: Any = table.where(estimated=False).frame
     told = f"{len(measured.drop_duplicates(['layer', 'head']))} of "
-    assert f"  {told}" in printed and " heads run; any others have an estimate alone." in printed
+    assert f"  {told}" in printed and " heads were run; any others have an estimate alone." in printed
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     estimates = page.partition('<h2 id="estimates">')[2].partition("<h2")[0]
     estimated = table.where(estimated=True, metric="log_prob", kind="all").frame["value"].abs().max()
