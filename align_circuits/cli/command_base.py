@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from math import ceil, log10
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +18,7 @@ import tyro
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.own_task import identity_of_task, load_task
+from align_circuits.heads.localization_rows import formatted
 from align_circuits.hooks.compat import bridges
 from align_circuits.hooks.head_names import Head
 from align_circuits.models.loading import BUNDLED, load
@@ -403,17 +403,8 @@ def _options(settings: Any, default: Any) -> Iterator[str]:
 
 
 def interval(row: Any) -> str:
-    """Returns the value of a row with its interval, if it has one.
-
-    With two decimals, or as many as show that an interval leaves out 0.
-
-    >>> interval({"value": 0.5, "low": -0.004, "high": 0.9}), interval({"value": 2e-3, "low": 4e-4, "high": 0.02})
-    ('0.50 [-0.00, 0.90]', '0.0020 [0.0004, 0.0200]')
-    """
-    value, low, high = row["value"], row["low"], row["high"]
-    ends = [value] if pd.isna(low) else [value, low, high] if low * high > 0 else []
-    decimals = max([2, *(min(8, ceil(-log10(abs(end)))) for end in ends if end)])
-    return f"{value:.{decimals}f}" + ("" if pd.isna(low) else f" [{low:.{decimals}f}, {high:.{decimals}f}]")
+    """Returns the value of a row with its interval, if it has one."""
+    return formatted((row["value"], row["low"], row["high"]), "")
 
 
 def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:

@@ -48,7 +48,7 @@ class Tune(PromptVerb):
     projections q, k, v and o, loss on all examples, a probe of 10 prompts every 5 steps) or the paper's for 8B models,
     which are shown here. By default the former below a billion parameters, the latter above."""
     heads: bool = True
-    """Whether `localize` names the tuned model's heads and ablates them."""
+    """Whether `localize` names the heads of a model tuned in context and ablates them."""
 
     def with_defaults(self, arguments: Sequence[str]) -> "Tune":
         """Returns the verb with the settings of its preset where none are given."""

@@ -1,6 +1,7 @@
 """The evidence for named heads and the verdicts as rows of texts, for notebooks and for the report of `localize`."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import ceil, log10
 
 import numpy as np
 
@@ -76,10 +77,17 @@ def with_values(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 
 
 def formatted(numbers: Sequence[float], metric: str) -> str:
-    """Returns a number with its interval, if it has one."""
+    """Returns a number with its interval, if it has one: two decimals, or as many as show that it leaves out 0.
+
+    >>> formatted((0.5, -0.004, 0.9), "accuracy"), formatted((2e-3, 4e-4, 0.02), "denoising")
+    ('0.50 [-0.00, 0.90]', '0.0020 [0.0004, 0.0200]')
+    """
     value, low, high = numbers
     if np.isnan(value):
         return MISSING
     if metric == "q":
         return f"{value:.1g}"
-    return f"{value:.2f}" + ("" if np.isnan([low, high]).any() else f" [{low:.2f}, {high:.2f}]")
+    alone = np.isnan([low, high]).any()
+    ends = [value] if alone else [value, low, high] if low * high > 0 else []
+    decimals = max([2, *(min(8, ceil(-log10(abs(end)))) for end in ends if end)])
+    return f"{value:.{decimals}f}" + ("" if alone else f" [{low:.{decimals}f}, {high:.{decimals}f}]")

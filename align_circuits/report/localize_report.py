@@ -209,11 +209,11 @@ def _largest_effect(localization: Localization) -> str:
     roles = [role for role, heads in localization.heads_by_role.items() if head in heads]
     does = "brings back" if row["value"] > 0 else "takes away"
     # A fall is told by its size, which turns the ends of its interval round.
-    low, high = sorted(abs(row[end]) for end in ("low", "high"))
+    size = formatted((abs(row["value"]), *sorted(abs(row[end]) for end in ("low", "high"))), "denoising")
     of_all = "" if np.isnan(row["share"]) else f", {abs(row['share']):.0%} of the difference to the corrupted prompts"
     unclear = unclear.loc[unclear["value"].abs() > abs(row["value"])]
     shown = [
-        f"{describe([(int(row['layer']), int(row['head']))])} {row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+        f"{describe([(row['layer'], row['head'])])} {formatted((row['value'], row['low'], row['high']), 'denoising')}"
         for row in unclear.head(SHOWN).to_dict("records")
     ]
     more = f" and {len(unclear) - SHOWN} more" if len(unclear) > SHOWN else ""
@@ -223,8 +223,8 @@ def _largest_effect(localization: Localization) -> str:
     others = f" {large} heads have a large effect and no role." if large > 1 else ""
     return (
         f"The largest effect of a single head{of_clear} is that of {describe([head])} "
-        f"({'named for ' + ' and '.join(roles) if roles else 'not named'}), which {does} {abs(row['value']):.2f} "
-        f"[{low:.2f}, {high:.2f}] nats of the log-probability on clean prompts{of_all}.{larger}{others}"
+        f"({'named for ' + ' and '.join(roles) if roles else 'not named'}), which {does} {size} "
+        f"nats of the log-probability on clean prompts{of_all}.{larger}{others}"
     )
 
 

@@ -42,7 +42,7 @@ def warnings_of(frame: Any, n: int | None = None, unit: str = "targets") -> Iter
                 f"between clean and corrupted prompts {metric} differs by {_shown(runs[GAP])}, which may be 0: these "
                 "prompts do not show that the corruption changes it, so its effects are not normalised"
             )
-        elif GAP in runs and CHANCE in runs and runs[GAP]["value"] < 0:  # so not of `kl`, which is 0 on clean prompts
+        elif GAP in runs and metric != "kl" and runs[GAP]["value"] < 0:  # a divergence is 0 on clean prompts
             yield (
                 f"clean - corrupted is {_shown(runs[GAP])} in {metric}: the corrupted prompts favour the answer, so a "
                 "normalised effect of 100% is a loss; look whether clean and corrupted texts are swapped"

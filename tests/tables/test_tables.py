@@ -364,17 +364,16 @@ def test_an_interval_that_holds_a_guess_says_that_prompts_are_too_few_and_not_th
 def test_effects_without_a_meaning_are_noted():
     guessing = with_baselines("denoise", [-4.0, -3.9, -4.1, -4.2, -3.8, -4.0], [-4.1, -3.8, -4.0, -4.3, -3.9, -4.0])
     assert len(guessing.warnings) == 2
-    assert re.match(
-        r"on the clean prompts log_prob is -4\S* \[.*\], not above a guess \(-4\); with only 6 ", guessing.warnings[0]
-    )
+    assert re.match(r"on .* log_prob is -4\S* \[.*\], not above a guess \(-4\); with only 6 ", guessing.warnings[0])
     assert re.match(
         r"between clean and corrupted prompts log_prob differs by .*, which may be 0:", guessing.warnings[1]
     )
     swapped = with_baselines("denoise", [-1.1, -0.9, -1.1, -1.2, -0.8, -1.0], [-0.1, -0.2, -0.1, -0.3, -0.2, -0.1])
     (warning,) = swapped.warnings
+    rows = swapped.baselines.frame  # without what a guess gets too, as of a choice between two answers
+    assert [*baselines.warnings_of(rows[rows["run"] != "chance"])] == [warning]
     assert re.match(r"clean - corrupted is -0\S* \[.*\] in log_prob: .* normalised effect of 100% is a loss;", warning)
-    notes = [len(re.findall("Note: (on|between) ", shown)) for shown in (str(guessing), guessing._repr_html_())]
-    assert notes == [2, 2]
+    assert [len(re.findall("Note: (on|between) ", said)) for said in (str(guessing), guessing._repr_html_())] == [2, 2]
     normalized: Any = guessing.normalized().frame
     assert normalized[["value", "low", "high"]].isna().all(axis=None)
     (note,) = guessing.normalized().top("log_prob").remarks
