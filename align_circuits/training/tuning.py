@@ -101,8 +101,7 @@ class TuneConfig:
     """`"ica"` (Eq. 3): in-context examples before the one that is predicted. `"standard"` (Eq. 4): single examples
     `x:y`, from which automata can be learned only in weights, so for tasks with `automata="task"`."""
     loss_on: Literal["last", "all"] = "last"
-    """With `"ica"`, of a `Seq2SeqTask`: the output of the last example (the text), or of all examples of a prompt (the
-    released code). Other prompts are learned at their targets."""
+    """With `"ica"` and a `Seq2SeqTask`: the output of the last example (the text) or of all (the released code)."""
     steps: int = 1000
     """The number of updates."""
     batch: int | None = None
