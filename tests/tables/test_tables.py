@@ -368,7 +368,7 @@ def test_effects_without_a_meaning_are_noted():
     assert re.match(
         r"between clean and corrupted prompts log_prob differs by .*, which may be 0:", guessing.warnings[1]
     )
-    swapped = with_baselines("denoise", [-1.1, -0.9, -1.1, -1.2, -0.8, -1.0], [-0.1, -0.2, -0.1, -0.3, -0.2, -0.1])
+    swapped: Any = with_baselines("denoise", [-1.1, -0.9, -1.1, -1.2, -0.8, -1.0], [-0.1, -0.2, -0.1, -0.3, -0.2, -0.1])
     (warning,) = swapped.warnings
     rows = swapped.baselines.frame  # without what a guess gets too, as of a choice between two answers
     assert [*baselines.warnings_of(rows[rows["run"] != "chance"])] == [warning]
