@@ -372,12 +372,14 @@ def _is_first(targets: pd.DataFrame) -> Any:
 
 
 def _how_loaded(name: str, model: Any) -> str:
-    """The data type of a model's weights and where they are, and the type in which they are stored if it is another."""
-    weights = next(bridges.wrapped(model).parameters())
-    stored = getattr(bridges.wrapped(model), "stored_dtype", weights.dtype)
+    """A model's commit on the hub, its weights' data type, where they are, and in which other type they are stored."""
+    read = bridges.wrapped(model)
+    weights = next(read.parameters())
+    stored = getattr(read, "stored_dtype", weights.dtype)
     dtype_now, dtype_stored = (str(dtype).removeprefix("torch.") for dtype in (weights.dtype, stored))
     kept = "" if dtype_now == dtype_stored else f" (stored in {dtype_stored}, which --dtype {dtype_stored} keeps)"
-    return f"{name}: {dtype_now} on {weights.device}{kept}"
+    revision = f", revision {read.revision[:10]}" if getattr(read, "revision", None) else ""
+    return f"{name}{revision}: {dtype_now} on {weights.device}{kept}"
 
 
 def command_line(verb: str, settings: Any, default: Any) -> str:

@@ -73,8 +73,9 @@ class Tune(PromptVerb):
         own = self.prompts is not None
         if naming and not own and self.count < 8:
             raise ValueError(f"n={self.count}: give at least 8 prompts to choose heads and to test them, or --no-heads")
-        if self.config.method == "standard" and (own or self.own_task is not None):
-            raise ValueError("--method standard is for the translation task: leave it out, or --prompts and --task")
+        for name in ("method", "loss_on", "dataset_size") if own or self.own_task is not None else ():
+            if (given := getattr(self.config, name)) != getattr(self.default.config, name):
+                raise ValueError(f"{name}={given} is for the translation task: leave it out, or --prompts and --task")
         model, prompts, corrupted = self.prepare(with_corrupted=naming)
         task = unseen = OwnPrompts(prompts, corrupted) if own else self.source
         if isinstance(task, OwnPrompts):

@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.hub import extract_commit_hash
 
 from align_circuits.checks import Tokenizer, checked
 from align_circuits.hooks.compat import stored_weights, user_code
@@ -120,7 +121,7 @@ def load(
             has no instructions for it, and would take several times as long. Provenance says which.
         tokenizer: A tokenizer, or a folder or GGUF file with one; that of the model's folder or file by default. A
             model may have none.
-        revision: Branch, tag or commit on the hub.
+        revision: Branch, tag or commit on the hub; provenance and adapters name the commit.
         gguf_file: The name of the GGUF file to read in a folder or in a repository of the hub.
         device_map: In place of `device`, how the weights of a folder or a name on the hub are spread over several
             devices, as accelerate takes it: `"auto"`, `"balanced"`, `"sequential"`, or a device, `"cpu"` or `"disk"`
@@ -158,9 +159,7 @@ def load(
         raise ValueError(f"gguf_file={gguf_file!r} goes with a folder or a name on the hub: leave it out")
     if revision is not None and (not isinstance(source, str | Path) or source in BUNDLED or Path(source).exists()):
         shown = repr(str(source)) if isinstance(source, str | Path) else f"a {type(source).__name__} in memory"
-        raise ValueError(
-            f"revision={revision!r}: only models on the hub have revisions, {shown} has none: leave it out"
-        )
+        raise ValueError(f"revision={revision!r}: only models on the hub have one; leave it out for {shown}")
     if isinstance(source, str) and source in BUNDLED:
         dtype, source = dtype or torch.float32, BUNDLED[source]()
     if isinstance(source, HookedModel):
@@ -177,8 +176,8 @@ def load(
         model: Any = _read(path, dtype, target, device_map, quantization)
         if device_map is None:
             model = model.to(target)
-        if revision is not None:
-            model.revision = revision  # an adapter of the model names it beside the model
+        # Of what the hub gave, the commit, which provenance and adapters of the model name.
+        model.revision = extract_commit_hash(str(path / "*"), None) or revision
         name = path if is_gguf(path) else name  # an adapter of the model refers to the file
         return bridge_around(model, _tokenizer(tokenizer, path, Path(str(model.name_or_path))), name=str(name))
     if hasattr(source, "active_peft_config"):

@@ -37,7 +37,7 @@ def device_of(model: HookedModel) -> torch.device:
 
 
 def model_provenance(model: HookedModel) -> dict[str, Any]:
-    """Returns what identifies a model: name, shape, dtype, device and a hash of the weights.
+    """Returns what identifies a model: name, shape, dtype, device and a hash of the weights; from the hub, the commit.
 
     `stored_dtype` is that of the files it was read from, where the model has another one. Within a call of the package
     the weights are read once.
@@ -88,6 +88,7 @@ def _provenance(model: HookedModel) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "name": str(getattr(config, "model_name", "")),
+        **({"revision": of} if (of := getattr(bridges.wrapped(model), "revision", None)) else {}),
         "architecture": str(getattr(config, "architecture", None) or type(model).__name__),
         **{name: int(getattr(config, name)) for name in SIZES},
         "dtype": _name(first.dtype),

@@ -385,7 +385,7 @@ def redundant_table(localization: Localization) -> Html:
             "role": role,
             "head": describe([member.head]),
             "round": member.round,
-            "effect (nats)": f"{member.effect:.2f} [{member.low:.2f}, {member.high:.2f}]",
+            "effect (nats)": formatted((member.effect, member.low, member.high), "denoising"),
             "named alone": "yes" if member.single else "no",
         }
         for role, members in localization.redundant.items()

@@ -161,7 +161,7 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["patch", *SMALL, "--metric", "logit_diff"], "--metric logit_diff compares with a wrong answer, and these"),
         (["evaluate", *SMALL, "--metrics", "logit_diff"], "--metrics logit_diff compares with a wrong answer"),
         (["patch", "--targets", "first"], "--targets first is about the answers of a file"),
-        (["tune", "--method", "standard", "--prompts", "a.jsonl"], "--method standard is for the translation task"),
+        (["tune", "--loss-on", "last", "--prompts", "a.jsonl"], "--loss-on last is for the translation task"),
         (["patch", "--jobs", "0"], "--jobs 0: give at least 1"),
         (["patch", "--slurm-gpus", "1"], "are options of --on slurm"),
         (["reproduce", "localize/ground-truth", "--on", "ray"], "give 'dask://HOST:PORT' or 'slurm'"),

@@ -283,9 +283,10 @@ def test_adapter_that_would_be_lost_in_silence(folders, random_hf_model, tmp_pat
     refused("its tensors have other names", load, tmp_path)
 
 
-def test_an_adapter_names_the_revision_of_its_base(random_hf_model, tmp_path, monkeypatch):
+def test_an_adapter_names_the_revision_of_its_base_and_provenance_its_commit(random_hf_model, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     random_hf_model("llama").save_pretrained(tmp_path / "models--an--llm" / "snapshots" / (commit := "b" * 40))
+    assert model_provenance(load("an/llm", revision=commit))["revision"] == commit
     prompts, config = ac.Prompts.from_tokens(TOKENS.tolist() * 3), ac.TuneConfig(steps=1)
     run = ac.tune(load("an/llm", revision=commit), prompts, config, out=tmp_path / "run", progress=False)
     computes(load(tmp_path / "run" / "adapter"), logits(run.model))
