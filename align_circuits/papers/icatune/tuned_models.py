@@ -127,13 +127,27 @@ SMOLLM2_BY_PAPER = Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (1, 2, 3))
 SMOLLM2_MORE = Arm("six more seeds", SMOLLM2_TASK, {**SMOLLM2, "probe_every": 5}, (4, 5, 6, 7, 8, 9))
 """As `SMOLLM2_ICA`, probed every five steps; registered after the three arms before it were seen."""
 
+SMOLLM2_STILL_MORE = replace(SMOLLM2_MORE, name="another six seeds", seeds=(10, 11, 12, 13, 14, 15))
+"""Registered after nine seeds were seen, by which it was undecided whether alignment emerges before lookup."""
+
 SMOLLM2_BY_PAPER_MORE = replace(SMOLLM2_BY_PAPER, name="paper's recipe, three more seeds", seeds=(4, 5, 6))
 """Registered after all arms above were seen, since a verdict takes more than three seeds."""
 
-SAME_RECIPE = {SMOLLM2_MORE.name: SMOLLM2_ICA.name, SMOLLM2_BY_PAPER_MORE.name: SMOLLM2_BY_PAPER.name}
+SAME_RECIPE = {
+    SMOLLM2_MORE.name: SMOLLM2_ICA.name,
+    SMOLLM2_STILL_MORE.name: SMOLLM2_ICA.name,
+    SMOLLM2_BY_PAPER_MORE.name: SMOLLM2_BY_PAPER.name,
+}
 """Arms whose seeds are judged together with those of another, from which they differ in probes alone, if at all."""
 
-SMOLLM2_ARMS = (SMOLLM2_ICA, SMOLLM2_ONE_LETTER, SMOLLM2_BY_PAPER, SMOLLM2_MORE, SMOLLM2_BY_PAPER_MORE)
+SMOLLM2_ARMS = (
+    SMOLLM2_ICA,
+    SMOLLM2_ONE_LETTER,
+    SMOLLM2_BY_PAPER,
+    SMOLLM2_MORE,
+    SMOLLM2_STILL_MORE,
+    SMOLLM2_BY_PAPER_MORE,
+)
 
 
 @dataclass(frozen=True)
