@@ -140,7 +140,7 @@ def check_lands(model: Any, names: Collection[str]) -> None:
             raise ValueError(
                 f"a change at {dropped[0]!r} changes nothing in this model: "
                 f"{getattr(model.cfg, 'architecture', None) or type(model).__name__} only shows there what it computes "
-                "elsewhere. Take another hook point, such as that of 'z' in place of 'pattern'"
+                "elsewhere. Take another hook point" + ", such as that of 'z'" * dropped[0].endswith("pattern")
             )
         known.update(landing)
 
