@@ -105,8 +105,8 @@ def _check_emergence(table: Table) -> list[Check]:
     ]
 
 
-def lag(table: Table, arm: str, first: str, second: str) -> Measured:
-    """Returns how many steps `second` emerged after `first`, the mean over the seeds of an arm in which both did."""
+def lag(table: Table, arm: str | set[str], first: str, second: str) -> Measured:
+    """Returns how many steps `second` emerged after `first`, the mean over the seeds of arms in which both did."""
     steps: Any = table.where(part="emergence", arm=arm).frame
     wide = steps.pivot(index="seed", columns="metric", values="value")
     return over_seeds((wide[second] - wide[first]).to_numpy(float))
