@@ -57,7 +57,7 @@ ac.plots.accuracy(ac.evaluate(before, prompts["standard"]), "Standard prompts, b
 #
 # ## Tuning
 #
-# `tune` shows the model such prompts and asks for the next letter, nothing else. This call took some fifteen minutes of one core; `reproduce icatune/fig4 --model smollm2` repeats it for nine seeds
+# `tune` shows the model such prompts and asks for the next letter, nothing else. This call took some fifteen minutes of one core; `reproduce icatune/fig4 --model smollm2` repeats it for fifteen seeds
 # ([results](../docs/results-icatune.md)):
 #
 #     config = ac.TuneConfig(loss_on="all", steps=400, batch=2, lr=3e-3, warmup=10, alpha=64, dropout=0, projections=("q", "k", "v", "o"), precision="bf16")
