@@ -69,8 +69,7 @@ class Rerun(Verb):
         for entry in ("versions", "model"):
             old, new = getattr(before.provenance, entry), getattr(after.provenance, entry)
             for name in old.keys() | new.keys():
-                same = name == "name" and path is not None and path == first_path
-                if old.get(name) != new.get(name) and not same:
+                if old.get(name) != new.get(name) and not (name == "name" and path == first_path is not None):
                     print(f"  changed since then: {name}, {old.get(name)} -> {new.get(name)}")
         return None
 
@@ -81,9 +80,10 @@ class Rerun(Verb):
         function: Any = getattr(ac, call.function, None) if call.function in ac.__all__ else None
         if not hasattr(function, "runs_a_model"):
             raise ValueError(f"{call.function!r} is no function of align_circuits that runs a model: call it in Python")
-        dtype = getattr(torch, saved["dtype"])
+        dtype, name = getattr(torch, saved["dtype"]), self.model or saved["name"]
+        revision = None if self.model or Path(name).exists() else saved.get("revision")
         try:
-            model = load(self.model or saved["name"], saved["device"], dtype, quantization=saved.get("quantization"))
+            model = load(name, saved["device"], dtype, revision=revision, quantization=saved.get("quantization"))
         except (ValueError, ImportError) as error:
             raise ValueError(
                 f"the model of this table cannot be loaded by its name ({error}): give --model, a folder or file that "

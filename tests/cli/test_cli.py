@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import fields, replace
 from math import comb
@@ -161,6 +162,7 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["patch", *SMALL, "--metric", "logit_diff"], "--metric logit_diff compares with a wrong answer, and these"),
         (["evaluate", *SMALL, "--metrics", "logit_diff"], "--metrics logit_diff compares with a wrong answer"),
         (["patch", "--targets", "first"], "--targets first is about the answers of a file"),
+        (["tune", "--method", "standard", "--prompts", "a.jsonl"], "--method standard is for the translation task"),
         (["tune", "--loss-on", "last", "--prompts", "a.jsonl"], "--loss-on last is for the translation task"),
         (["patch", "--jobs", "0"], "--jobs 0: give at least 1"),
         (["patch", "--slurm-gpus", "1"], "are options of --on slurm"),
@@ -283,6 +285,14 @@ def test_rerun_repeats_what_was_saved_from_python(tmp_path, capsys, tiny, ran):
     ac.patch_heads(model, ac.Pair(clean, corrupted), heads=[(0, 1)]).save(tmp_path / "whole")
     printed = ran(["rerun", str(tmp_path / "whole"), "--overwrite"])
     assert "differs: " in printed and "changed since then: weights" in printed
+
+
+def test_rerun_loads_the_commit_that_was_measured(tmp_path, monkeypatch, tiny, ran):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    shutil.copytree(tiny, tmp_path / "models--an--llm" / "snapshots" / (commit := "b" * 40))
+    model = ac.load("an/llm", revision=commit)
+    ac.evaluate(model, ac.Prompts.from_texts(["ab:a"], model.tokenizer, answer=["b"])).save(tmp_path / "run")
+    assert "same: all" in ran(["rerun", str(tmp_path / "run")]), "the hub's cache has no branch, so no other commit"
 
 
 def test_rerun_refuses_what_it_cannot_repeat_and_says_why(tmp_path, declined):
