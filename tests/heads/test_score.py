@@ -202,8 +202,7 @@ def test_masks_have_two_columns_for_each_entry_of_a_row():
     metrics = scoring.resolve(prompts.with_relations(own=own), ["own", "sink"])
     accumulator = scoring.ScoreAccumulator(metrics, layers=1, heads=1, prompts=1)
     rows = torch.tensor([row for row, query in enumerate(accumulator.query.tolist()) if query in (4, 5)])
-    chunk = accumulator._chunk(rows, torch.ones(2, 1, 9))
-    assert chunk.masks.shape == (2, 9, 2 * 3 + 2 * 1)
+    assert accumulator._chunk(rows, torch.ones(2, 1, 9)).masks.shape == (2, 9, 2 * 3 + 2 * 1)
 
 
 def test_padding_changes_nothing(models):

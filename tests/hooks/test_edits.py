@@ -359,8 +359,7 @@ class TestParts:
             assert torch.equal(one, other) and not torch.equal(one, logits_of(model, prompts)[0])
         with pytest.raises(KeyError, match="no position 'c' in these prompts: they have 'a', 'b'"):
             ac.evaluate(model, prompts, edits=[ac.Ablate(HEADS, positions="c", how="zero")])
-        hooks = ac.Ablate(HEADS, positions="a", how="zero").fwd_hooks(model, prompts[:1])
-        assert len(hooks) == 2
+        assert len(ac.Ablate(HEADS, positions="a", how="zero").fwd_hooks(model, prompts[:1])) == 2
         with pytest.raises(ValueError, match=r"named positions depend on the prompts: give them, as in fwd_hooks"):
             ac.Ablate(HEADS, positions="a", how="zero").fwd_hooks(model)
 

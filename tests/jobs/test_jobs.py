@@ -187,8 +187,7 @@ def test_a_killed_run_goes_on_with_the_unfinished_jobs(code, tmp_path, processes
         time.sleep(0.02)
     assert not any(map(alive, pids)), "a worker outlived the run"
 
-    results = run([jobs[0], jobs[1], jobs[3]], tmp_path / "results")
-    assert results.frame["y"].tolist() == [1, 1, 4, 4, 16, 16]
+    assert run([jobs[0], jobs[1], jobs[3]], tmp_path / "results").frame["y"].tolist() == [1, 1, 4, 4, 16, 16]
     assert sorted(calls(tmp_path)) == ["1", "2", "3", "4"], "a finished job was run again"
 
 

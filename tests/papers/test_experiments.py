@@ -424,8 +424,7 @@ def test_other_weights_under_the_same_name_are_measured_again(tmp_path, char_tok
 
 
 def test_every_task_has_prompts_of_its_own():
-    tasks = [{"x_len": 2, "phrase_len": c} for c in (1, 2, 3)]
-    assert len({_seed_of(task) for task in tasks}) == 3
+    assert len({_seed_of(task) for task in [{"x_len": 2, "phrase_len": c} for c in (1, 2, 3)]}) == 3
 
 
 def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):

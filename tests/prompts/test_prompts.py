@@ -210,8 +210,7 @@ def test_digest_tells_prompts_apart():
     other = [list(row) for row in IDS]
     other[1][0] = 2
     digests = [prompts.digest, with_everything(other).digest, prompts[[1, 0, 2]].digest, prompts[:2].digest]
-    asked_elsewhere = replace(prompts, targets=prompts.targets.assign(query_pos=0))
-    assert len({*digests, asked_elsewhere.digest}) == 5
+    assert len({*digests, replace(prompts, targets=prompts.targets.assign(query_pos=0)).digest}) == 5
     assert {len(digest) for digest in digests} == {16}
 
 

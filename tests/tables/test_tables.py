@@ -189,8 +189,7 @@ def test_settings_decide_too(metric, settings, best):
 def test_top_of_layers_and_of_edges(level):
     made = effects("patch_edges", level, direction="noise")
     assert made.top("log_prob").frame["value"].tolist() == [-3, 1, 2]
-    bare = Table(made.frame.drop(columns="level"), made.provenance)
-    assert bare.top("log_prob", 1).frame["value"].item() == -3
+    assert Table(made.frame.drop(columns="level"), made.provenance).top("log_prob", 1).frame["value"].item() == -3
     both = Table.concat([effects("score_heads"), effects("score_heads", level)])
     assert both.top("log_prob").frame["level"].tolist() == ["head"] * 3, "heads, where there are any"
 

@@ -37,8 +37,7 @@ def test_a_tokenizers_special_tokens_are_left_out_and_bos_is_first(fixture, requ
     prompts = RepeatedTokensTask(length=20).sample(3, tokenizer)
     has_bos = tokenizer.bos_token_id is not None
     assert prompts.task["bos"] == has_bos == bool((prompts.token_kinds[:, 0] == TokenKind.BOS).all())
-    random = prompts.tokens[prompts.token_kinds == TokenKind.TEXT]
-    assert not set(random.tolist()) & set(tokenizer.all_special_ids)
+    assert not set(prompts.tokens[prompts.token_kinds == TokenKind.TEXT].tolist()) & set(tokenizer.all_special_ids)
     assert prompts.tokenizer_hash is not None and len(prompts.text) == 3
     assert (prompts.tokens[prompts.column("prompt"), prompts.column("target_pos")] == prompts.column("token")).all()
 

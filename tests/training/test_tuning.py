@@ -385,8 +385,7 @@ def test_presets():
 
 
 def test_a_probe_is_no_larger_than_an_update_unless_asked_to_be():
-    sizes = {batch: TuneConfig(batch=batch).prompts_per_probe for batch in (None, 4, 16)}
-    assert sizes == {None: 1, 4: 4, 16: 10}
+    assert {batch: TuneConfig(batch=batch).prompts_per_probe for batch in (None, 4, 16)} == {None: 1, 4: 4, 16: 10}
     assert TuneConfig(method="standard").prompts_per_probe == 10 and TuneConfig(probe_prompts=7).prompts_per_probe == 7
 
 
