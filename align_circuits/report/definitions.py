@@ -66,8 +66,7 @@ class Definitions:
             Definition((role,), f"A head that {meaning}.", "", f"role-{number}")
             for number, (role, meaning) in enumerate((roles or {}).items())
         ]
-        known = [entry for entry in glossary() if entry.section not in left_out]
-        self._entries = (*known, *of_roles)
+        self._entries = (*(entry for entry in glossary() if entry.section not in left_out), *of_roles)
         self._by_term = {
             str(escape(term)).lower(): entry for entry in self._entries for term in entry.terms if term not in _ORDINARY
         }

@@ -114,6 +114,7 @@ def _known(provenance: Provenance) -> dict[str, str]:
     seed = provenance.settings.get("seed", task.get("seed"))
     return {
         "model": str(model.get("name", "")) + sizes,
+        "revision": str(model.get("revision", "")),
         "task": "" if task.get("name") == "tokens" else str(task.get("name", "")),
         "seed": "" if seed is None else str(seed),
     }

@@ -411,11 +411,12 @@ def test_a_long_table_shows_its_first_rows_and_says_so(written):
 
 
 def test_the_card_names_model_task_seed_and_command(written):
-    model = {"name": "m<1>", "n_layers": 1, "n_heads": 3, "dtype": "float32", "device": "cpu"}
+    model = {"name": "m<1>", "n_layers": 1, "n_heads": 3, "dtype": "float32", "device": "cpu", "revision": "b0b"}
     made = replace(MADE, model=model, data={"task": {"name": "seq2seq", "seed": 5}}, settings={"seed": 7})
     page = written(provenance=made, facts={"command": "a --b c"})
     assert re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page.read_text(encoding="utf-8")) == [
         ("Model", "m&lt;1&gt; (1 layer of 3 heads, float32, cpu)"),
+        ("Revision", "b0b"),
         ("Task", "seq2seq"),
         ("Seed", "7"),
         ("Command", "<code>a --b c</code>"),
