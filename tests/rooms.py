@@ -15,7 +15,7 @@ SLACK = 1.1
 
 ROOMS = {
     "align_circuits": (390, 300),
-    "align_circuits/jobs": (1775, 1000),
+    "align_circuits/jobs": (1825, 1000),
     "align_circuits/prompts": (1830, 1300),
     "align_circuits/tables": (1830, 1100),
     "align_circuits/tasks": (2162, 2100),

@@ -143,8 +143,7 @@ def test_thresholds_are_shares_or_small_losses():
 
 def test_as_many_controls_are_drawn_as_a_verdict_asks_for():
     """Of n control sets the smallest p-value is 1 / (n + 1); it lies below the threshold."""
-    draws = signature(ac.localize).parameters["n_controls"].default
-    assert 1 / (draws + 1) < Thresholds().alpha
+    assert 1 / (signature(ac.localize).parameters["n_controls"].default + 1) < Thresholds().alpha
 
 
 CASES = [

@@ -120,8 +120,7 @@ def test_edits_as_plain_hooks(models, clean):
     zero = ac.Ablate([(0, 1), (1, 2)], how="zero")
     with hooked.hooks(fwd_hooks=zero.fwd_hooks(hooked)):
         found = ac.evaluate(hooked, clean)
-    expected = ac.evaluate(hooked, clean, edits=[zero])
-    assert found.frame["value"].equals(expected.frame["value"])
+    assert found.frame["value"].equals(ac.evaluate(hooked, clean, edits=[zero]).frame["value"])
     assert not found.frame["value"].equals(ac.evaluate(hooked, clean).frame["value"])
 
 

@@ -2,16 +2,20 @@
 
 import errno
 import glob
+import math
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from align_circuits.jobs.files import UNIQUE, as_any_file, check_name, short_name, unwritable
-from align_circuits.jobs.locks import locked
+from align_circuits.jobs.locks import claimed, locked
+
+Read = TypeVar("Read")
 
 MARKS = ("config.json", "adapter_config.json", "call.json", "provenance.json")
 """Files that say that a folder is one of results, and complete: they leave it first and enter it last."""
@@ -77,16 +81,47 @@ def replacing_in(folder: str | Path, going: Collection[str] = ()) -> Iterator[Pa
 
 
 def finish_moves(folder: str | Path) -> None:
-    """Goes on with moves into a folder that a kill cut off (`replacing_in`). Call it before reading the folder."""
-    for complete in (path for path in Path(folder).glob(f".{UNIQUE}.complete") if not path.is_symlink()):
-        with suppress(FileNotFoundError), locked(complete):  # suppressed: the process that wrote it was faster
-            _finish(complete)
+    """Goes on with moves into a folder that a kill cut off (`replacing_in`)."""
+    if _moves_into(folder):
+        with _alone_to_move(Path(folder)):
+            pass
+
+
+def read_whole(folder: Path, read: Callable[[Path], Read]) -> Read:
+    """Returns what a function reads from a folder of results; anew where other results moved in meanwhile."""
+    while True:
+        finish_moves(folder)
+        before = _state(folder)
+        try:
+            content = read(folder)
+        except (ValueError, OSError):
+            if _state(folder) == before:
+                raise
+        else:
+            if _state(folder) == before:
+                return content
+
+
+def _moves_into(folder: str | Path) -> list[Path]:
+    return [path for path in Path(folder).glob(f".{UNIQUE}.complete") if not path.is_symlink()]
+
+
+def _state(folder: Path) -> Any:
+    """What differs after a move into a folder: `MARKS` leave it first and enter it last, and a rename is a change."""
+    if _moves_into(folder):
+        return object()  # equal to nothing
+    try:
+        status = (folder / "provenance.json").stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
 
 
 def clear(folder: Path) -> None:
     """Finishes the moves into a folder that were cut off, and removes what was never finished."""
     if folder.is_dir():
-        finish_moves(folder)
+        with _alone_to_move(folder):
+            pass
     if folder.parent.is_dir():
         beside = folder.parent.glob(f".{glob.escape(short_name(folder.absolute().name))}.{UNIQUE}.partial")
         for abandoned in (*folder.glob(f".{UNIQUE}.partial"), *beside):
@@ -99,17 +134,32 @@ def _move_in(new: Path, folder: Path, going: Collection[str]) -> None:
     if not written:
         return
     if not folder.exists():
-        new.rename(folder)
-        return
+        try:
+            new.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+        else:
+            return
     for name in sorted(written):
         _check_replaceable(new / name, folder / name)
     # What needs room on the disk is done before the first entry moves.
     (new / _OLD).mkdir()
     gone = sorted(name for name in {*going} - written if (folder / name).is_file() or _is_of_results(folder / name))
     (new / _GOING).write_text("\n".join(gone), encoding="utf-8")
-    complete = folder / f".{uuid4().hex[:8]}.complete"
-    new.rename(complete)
-    _finish(complete)
+    with _alone_to_move(folder):
+        complete = folder / f".{uuid4().hex[:8]}.complete"
+        new.rename(complete)
+        _finish(complete)
+
+
+@contextmanager
+def _alone_to_move(folder: Path) -> Iterator[None]:
+    """Keeps other processes from moving entries into a folder, once the moves that were cut off are finished."""
+    with claimed(folder / "moves", seconds=math.inf):  # the lock of the folder may be this process's own: `new`
+        for complete in _moves_into(folder):
+            _finish(complete)
+        yield
 
 
 def _finish(complete: Path) -> None:

@@ -96,15 +96,19 @@ def _stands_at(handle: int, path: Path) -> bool:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[bool]:
+def claimed(path: Path, *, seconds: float = 0.0) -> Iterator[bool]:
     """Yields whether this process holds the claim on a file that it wants to write, which no two processes ever do.
 
     The claim is a locked hidden file beside `path`, which is removed at the end of the block.
 
+    Args:
+        path: The file.
+        seconds: For how long to wait for a process that holds it.
+
     Raises:
         OSError: The file system has no locks.
     """
-    with locked(_claim(path), make=new_file, seconds=0.0) as mine:
+    with locked(_claim(path), make=new_file, seconds=seconds) as mine:
         try:
             yield mine
         finally:

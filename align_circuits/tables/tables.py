@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 
 from align_circuits.checks import checked, described
 from align_circuits.jobs.files import is_path, replacing
-from align_circuits.jobs.folders import finish_moves, replacing_in
+from align_circuits.jobs.folders import read_whole, replacing_in
 from align_circuits.prompts.prompts import SAME_INPUTS
 from align_circuits.tables import baselines, calls
 from align_circuits.tables import intervals as stats
@@ -277,8 +277,7 @@ class Table:
                 shares = runs.frame["metric"].iloc[gap_row] in SHARES
                 value[rows], low[rows], high[rows] = stats.ratio(above, gap, runs.weights[gap_row], shares)
         settings = {**self.provenance.settings, "normalized": True}
-        measured = self.frame.assign(value=value, low=low, high=high)
-        return Table(measured, replace(self.provenance, settings=settings))
+        return Table(self.frame.assign(value=value, low=low, high=high), replace(self.provenance, settings=settings))
 
     def where(self, **keys: Any) -> "Table":
         """Returns the rows whose key columns have the given values; a list of values means any of them.
@@ -300,8 +299,7 @@ class Table:
             present = [None if pd.isna(key) else key for key in self.frame[column].unique()]
             values = [None if pd.isna(value) else value for value in values]
             if absent := [value for value in values if value not in present]:
-                known = ", ".join(map(str, present[:20]))
-                raise KeyError(f"no {column} {absent[0]!r} in this table; it has {known}")
+                raise KeyError(f"no {column} {absent[0]!r} in this table; it has {', '.join(map(str, present[:20]))}")
             selected = self.frame[column].isin([value for value in values if value is not None])
             keep &= (selected | (self.frame[column].isna() & (None in values))).to_numpy(dtype=bool)
         return self._rows(np.flatnonzero(keep))
@@ -688,7 +686,10 @@ class Table:
         folder = Path(folder)
         if not is_path(folder):
             raise ValueError(f"{str(folder)[:60]!r}... is not a folder: give one that Table.save wrote")
-        finish_moves(folder)
+        return read_whole(folder, cls._load)
+
+    @classmethod
+    def _load(cls, folder: Path) -> "Table":
         path = next((folder / name for name in FILES if (folder / name).is_file()), folder / FILES[0])
         if missing := [file.name for file in (path, folder / "provenance.json") if not file.is_file()]:
             raise ValueError(

@@ -197,8 +197,7 @@ def test_edges_equal_finite_differences(model, pair, noise):
         effect = slope(lambda share: twin.effect(*edge, freeze_mlps=True, share=share))  # noqa: B023
         assert value == pytest.approx(effect, abs=1e-6)
     for edge, value in fixed.items():
-        into_attention = edge[1].endswith((".q", ".k"))
-        assert (value == pytest.approx(found[edge], abs=1e-9)) != into_attention
+        assert (value == pytest.approx(found[edge], abs=1e-9)) != edge[1].endswith((".q", ".k"))
 
 
 @pytest.mark.parametrize(("attribute", "method"), [(attribute_heads, "ig_inputs"), (attribute_edges, "eap_ig_inputs")])

@@ -51,8 +51,7 @@ def test_variants_are_columns():
     variants = ["--variants", "x-len=2", "x-len=3 style=pre-aligned"]
     verb = ["evaluate", "--model", "tiny", "--n", "4", "--n-examples", "2"]
     assert main(["each", *variants, "--out", "run", "--", *verb]) == 0
-    table = Table.load("run")
-    assert set(table.frame["variant"]) == {"x-len=2", "x-len=3 style=pre-aligned"}
+    assert set(Table.load("run").frame["variant"]) == {"x-len=2", "x-len=3 style=pre-aligned"}
     made = json.loads(Path("run/x-len-3-style-pre-aligned_seed-0/provenance.json").read_text())
     assert (made["settings"]["task"]["x_len"], made["settings"]["task"]["style"]) == (3, "pre-aligned")
 

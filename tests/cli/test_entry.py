@@ -29,8 +29,7 @@ def run(*arguments: str, then: str = "sys.exit(status)") -> subprocess.Completed
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["scroe"], ["score", "--n", "8", "--help"]])
 def test_help_imports_no_library(arguments):
     libraries = {"distributed", "numpy", "pandas", "pebble", "submitit", "torch", "transformers", "tyro"}
-    done = run(*arguments, then=f"print(*sorted({libraries} & {{*sys.modules}}))")
-    assert done.stdout.splitlines()[-1] == ""
+    assert run(*arguments, then=f"print(*sorted({libraries} & {{*sys.modules}}))").stdout.splitlines()[-1] == ""
 
 
 def test_a_warning_while_options_are_read_is_no_error_in_them(monkeypatch, capsys):

@@ -3,8 +3,9 @@
 import errno
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 import pandas as pd
@@ -239,3 +240,47 @@ def test_names_of_a_move_that_was_cut_off_stay_in_their_folder(tmp_path):
         finish_moves(folder)
         assert (tmp_path / "precious").read_text() == name
     assert (tmp_path / "theirs" / "table.csv").read_text() == "x"
+
+
+@pytest.mark.parametrize(("existed", "moment"), [(False, 0), *((True, moment) for moment in range(4))])
+def test_of_two_runs_whose_results_move_in_at_once_one_is_kept_whole(tmp_path, monkeypatch, existed, moment):
+    """Whichever rename of the first the second comes before: it waits for a move that has begun."""
+    folder, rename, renames, written, go = tmp_path / "out", Path.rename, iter(range(100)), Event(), Event()
+    if existed:
+        write(folder, OLD)
+
+    def save() -> None:
+        with replacing_in(folder) as new:
+            write(new, dict.fromkeys(NEW, "second"))
+            written.set()
+            go.wait(5)
+
+    second = Thread(target=save)
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if current_thread() is main_thread() and next(renames) == moment:
+            go.set()
+            second.join(0.5)
+        return rename(path, target)
+
+    with replacing_in(folder) as new:
+        second.start()
+        assert written.wait(5)
+        monkeypatch.setattr(Path, "rename", interrupted)
+        write(new, NEW)
+    second.join()
+    assert read(folder) == dict.fromkeys(NEW, "second" if existed else "new")
+
+
+def test_a_table_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    table(1.0).save(tmp_path)
+    later, read_csv = [replace(table(2.0), provenance=Provenance("later"))], pd.read_csv
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if later:
+            later.pop().save(tmp_path)  # the provenance has been read
+        return read_csv(*args, **kwargs)
+
+    monkeypatch.setattr(pd, "read_csv", replaced)
+    kept = Table.load(tmp_path)
+    assert (kept.provenance.verb, kept.frame["value"].item()) == ("later", 2.0)

@@ -34,8 +34,7 @@ def test_controls_are_as_many_other_heads_of_the_same_layers_or_of_similar_score
     for seed in range(5):
         [(layer, _)] = score_matched([(2, 0)], [(0, 0), (1, 0), (2, 3)], alone, np.random.default_rng(seed))
         assert layer == 2, "then one of the same layer"
-    rest = everywhere[2:]
-    assert set(layer_matched([(0, 0), (0, 1)], rest, np.random.default_rng(0))) == {(0, 2), (0, 3)}
+    assert set(layer_matched([(0, 0), (0, 1)], everywhere[2:], np.random.default_rng(0))) == {(0, 2), (0, 3)}
     assert len(layer_matched(everywhere[:10], everywhere[10:], np.random.default_rng(0))) == 2
 
 

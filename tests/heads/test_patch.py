@@ -76,8 +76,7 @@ def test_equals_a_loop_at_every_site(models, name, direction, clean, corrupted):
     accuracies = set()
     for site in SITES:
         found = values_of(table, site=site, positions="all")
-        expected = looped(model, run, source, site, everywhere)
-        assert found == pytest.approx(expected, abs=1e-5)
+        assert found == pytest.approx(looped(model, run, source, site, everywhere), abs=1e-5)
         assert len(found) == (12 if site in LAYER_SITES else 48)
         assert max(map(abs, found.values())) > 1e-2
         accuracies |= {value for (*_, metric), value in found.items() if metric == "accuracy"}

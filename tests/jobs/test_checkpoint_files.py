@@ -181,8 +181,7 @@ def test_a_llama_with_tied_embeddings_goes_on_to_the_bit(tmp_path, optimizer):
     quiet(whole, tokens, next_token, config)
     with pytest.raises(InterruptedError):
         quiet(broken, failing(8, tokens), next_token, config, out=tmp_path)
-    run = quiet(llama(), tokens, next_token, config, out=tmp_path)
-    assert same_weights(run.model, whole)
+    assert same_weights(quiet(llama(), tokens, next_token, config, out=tmp_path).model, whole)
     assert not same_weights(broken, whole)
 
 

@@ -108,8 +108,7 @@ def test_model_in_memory_keeps_its_weights_and_finds_its_tokenizer(folders, rand
     weight = hf.lm_head.weight
     model = load(hf)
     assert model.tokenizer is None and model.original_model is hf and hf.lm_head.weight is weight
-    read = type(hf).from_pretrained(folders["llama"])
-    assert load(read).tokenizer is not None
+    assert load(type(hf).from_pretrained(folders["llama"])).tokenizer is not None
 
 
 def test_a_model_in_memory_still_runs_and_its_owner_is_told_once_that_it_is_wrapped(random_hf_model, caplog):

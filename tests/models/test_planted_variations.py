@@ -67,8 +67,7 @@ def test_bias_and_noise_leave_the_circuit_at_work(prompts):
     for settings in variations:
         model = ac.planted_circuit(TASK, seed=3, **settings)
         assert not torch.equal(logits(model, prompts), logits(ac.planted_circuit(TASK, seed=3), prompts))
-        accuracy = TargetMetrics.of(prompts, ("accuracy",)).measure_edited(model, [[]])[0].mean()
-        assert accuracy > 0.9
+        assert TargetMetrics.of(prompts, ("accuracy",)).measure_edited(model, [[]])[0].mean() > 0.9
 
 
 def test_decoys_without_output_attend_as_the_circuit_does(prompts):

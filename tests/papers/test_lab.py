@@ -182,8 +182,7 @@ def test_what_a_study_keeps_is_named_by_all_that_it_rests_on(random_hf_model, ch
 
 def test_figures_are_drawn_by_panel_or_by_one_function(table):
     draw = courses({"": {"a": {"measure": "a", "noise": 0.1}}}, label="step", value="a")
-    by_panel = drawn_by({"left": draw}, table)
-    assert by_panel == drawn_by(lambda found: {"left": draw(found)}, table)
+    assert drawn_by({"left": draw}, table) == drawn_by(lambda found: {"left": draw(found)}, table)
 
 
 def test_the_ends_and_a_row_keep_their_own_intervals_and_a_control_is_taken_beside():

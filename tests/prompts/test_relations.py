@@ -249,5 +249,4 @@ def test_positions_of_pairs_are_whole_numbers():
     with pytest.raises(WrongArgument, match=r"relation 'own', prompt 0: column is 3\.0: give a whole number"):
         Relation.from_pairs([(0, 3.0, [0])], prompts=prompts)  # pyright: ignore[reportArgumentType]
     zero, three = (cast(Any, np.int64(number)) for number in (0, 3))  # as from an array or a table
-    made = Relation.from_pairs([(zero, three, [0])], prompts=prompts, candidates=[zero, 1])
-    assert made.keys_of(0) == [0]
+    assert Relation.from_pairs([(zero, three, [0])], prompts=prompts, candidates=[zero, 1]).keys_of(0) == [0]

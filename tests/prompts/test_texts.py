@@ -94,8 +94,7 @@ def test_merges_across_the_end_of_a_text(byte_bpe_tokenizer):
 def test_a_letter_of_several_tokens_lies_at_the_last(byte_bpe_tokenizer):
     prompts = Prompts.from_texts(["the 猫 sat"], byte_bpe_tokenizer, positions={"cat": "猫"})
     at, texts = int(prompts.positions["cat"][0]), prompts.token_text[0]
-    rest = "".join(texts[at + 1 :])
-    assert rest.startswith(" s"), "the first token behind it"
+    assert "".join(texts[at + 1 :]).startswith(" s"), "the first token behind it"
 
 
 @pytest.mark.parametrize(
@@ -438,8 +437,7 @@ def test_characters_of_several_tokens_are_read_as_characters(byte_bpe_tokenizer,
     parts = prompts.token_text[0]
     assert len(parts) == len(ids)
     if "⟨" not in text:
-        again = re.sub(r"⟨1/[2-4]⟩", "", re.sub(r"(?s).⟨[2-4]/[2-4]⟩", "", "".join(parts)))
-        assert again == "AB" + text
+        assert re.sub(r"⟨1/[2-4]⟩", "", re.sub(r"(?s).⟨[2-4]/[2-4]⟩", "", "".join(parts))) == "AB" + text
 
 
 def test_emoji_and_chinese_are_drawn_as_they_are(byte_bpe_tokenizer):

@@ -247,8 +247,7 @@ def test_each_script_stands_on_the_page_once_and_only_if_it_is_needed(page, writ
 
 
 def test_the_same_results_give_the_same_page(page, tmp_path, localization, monkeypatch):
-    again = save_localization(localization, tmp_path / "again")
-    assert again.read_bytes() == page.read_bytes()
+    assert save_localization(localization, tmp_path / "again").read_bytes() == page.read_bytes()
     for heads in (2, 0):  # of a prompt of many tokens
         size = len(localization.evidence.example.positions)
         monkeypatch.setattr("align_circuits.report.localize_report.MAX_CELLS", heads * size**2)

@@ -206,8 +206,7 @@ def test_a_head_map_has_a_place_for_every_head_of_the_model(effects):
         expected[1, 0] = 3
         np.testing.assert_array_equal(heat.z, expected)
         assert drawn.layout.plot_bgcolor == "rgba(128,128,128,.3)", "the others are grey"
-    whole = plots.head_map(effects.where(kind="first"), "log_prob")
-    assert whole.layout.plot_bgcolor != "rgba(128,128,128,.3)"
+    assert plots.head_map(effects.where(kind="first"), "log_prob").layout.plot_bgcolor != "rgba(128,128,128,.3)"
 
 
 def test_a_head_map_refuses_what_it_cannot_draw(effects, scores):

@@ -159,8 +159,7 @@ def effects(verb: str, level: str = "head", **keys: Any) -> Table:
 def test_what_matters_most_comes_first(verb, keys, best):
     made = effects(verb, **keys)
     metric = keys.get("metric", "log_prob")
-    expected = sorted(made.frame["value"], reverse=best > 0)
-    assert made.top(metric).frame["value"].tolist() == expected
+    assert made.top(metric).frame["value"].tolist() == sorted(made.frame["value"], reverse=best > 0)
     assert (made - made).top(metric).frame["layer"].tolist() == [0, 0, 1], "a tie keeps the order"
     assert made.top(metric, 1, by="highest").frame["value"].item() == 2
     assert made.top(metric, 1, by="lowest").frame["value"].item() == -3

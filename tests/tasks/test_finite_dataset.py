@@ -61,8 +61,7 @@ def test_examples_differ_from_each_other_and_from_those_that_are_left_out():
     repeated = replace(tiny, n_examples=0).sample(20, TOKENIZER).text
     assert len({*drawn.text}) == 20 > len({*repeated}), "the task repeats itself"
     assert drawn.text[: len({*repeated})] == [*dict.fromkeys(repeated)], "in the order in which they are drawn"
-    others = sample_finite_dataset(tiny, 12, TOKENIZER, without=drawn)
-    assert len({*drawn.text, *others.text}) == 32
+    assert len({*drawn.text, *sample_finite_dataset(tiny, 12, TOKENIZER, without=drawn).text}) == 32
     message = r"4 different examples among 128,000 that were drawn, and 500 are needed"
     refused(message, sample_finite_dataset, replace(tiny, phrase_len=1), 500, TOKENIZER)
     message = r"0 different examples among 256 that were drawn beside the 4 that are left out, and 1 are needed"

@@ -63,8 +63,7 @@ def test_words_of_several_characters_are_symbols_and_letters(tokenizer):
         letter = prompts.latent["letter"][index]
         for x, y in lines:  # the first word of each phrase is one that its symbol's automaton starts with
             for place, animal in enumerate(x):
-                starts = letter[symbols.index(animal), 0].tolist()
-                assert COLOURS.index(y[2 * place]) in starts
+                assert COLOURS.index(y[2 * place]) in letter[symbols.index(animal), 0].tolist()
 
 
 def test_a_word_of_several_tokens_is_refused_by_name(tokenizer):

@@ -80,8 +80,7 @@ def test_the_recipe_of_the_documentation_is_a_task(tmp_path, char_tokenizer):
         assert [second for first, second in others if first == last] != [answer], "another letter is right there"
         firsts.add(pairs[0][0] == last)
     assert firsts == {True, False}
-    found = ac.localize(ac.load("toy-llama"), task, n=8, n_controls=0)
-    assert set(found.heads_by_role) == {"follower"}
+    assert set(ac.localize(ac.load("toy-llama"), task, n=8, n_controls=0).heads_by_role) == {"follower"}
 
 
 @pytest.mark.parametrize(

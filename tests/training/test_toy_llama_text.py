@@ -156,8 +156,7 @@ def test_the_loss_falls_and_the_log_tells_what_the_model_can_do(trained):
 def test_the_folder_is_read_by_hugging_face_and_by_load(trained):
     out, run = trained
     plain: Any = AutoModelForCausalLM.from_pretrained(out / "model")
-    tokenizer = AutoTokenizer.from_pretrained(out / "model")
-    assert len(tokenizer) == plain.config.vocab_size == 64
+    assert len(AutoTokenizer.from_pretrained(out / "model")) == plain.config.vocab_size == 64
     assert plain.dtype == torch.bfloat16
     model = ac.load(out / "model")
     prompts = ac.Seq2SeqTask(x_len=2, n_examples=3).sample(2, model.tokenizer)
@@ -169,6 +168,5 @@ def test_the_folder_is_read_by_hugging_face_and_by_load(trained):
 
 def test_a_finished_run_returns_at_once_and_another_recipe_is_refused(trained):
     out, run = trained
-    again = pretrain(RECIPES["smoke"], out=out, progress=False)
-    assert again.log.equals(run.log)
+    assert pretrain(RECIPES["smoke"], out=out, progress=False).log.equals(run.log)
     refused("another run", pretrain, RECIPES["smoke"], out=out, seed=1, progress=False)

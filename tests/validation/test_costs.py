@@ -217,8 +217,7 @@ def test_edges_are_products_of_senders_and_receivers():
     pairs = len(graph.receivers) * len(graph.senders) / 2  # half of the senders come before a receiver
     products = 4 * 4 * 7 * 6 * (pairs + in_norms * _THROUGH_A_NORM)
     again = 2 * 4 * RUN  # forward and back
-    expected = replace(heads, attention=heads.attention + again, mlp=heads.mlp + again, products=products)
-    assert edges == expected
+    assert edges == replace(heads, attention=heads.attention + again, mlp=heads.mlp + again, products=products)
 
 
 def test_probes_are_scored_in_and_out_of_distribution():

@@ -117,8 +117,7 @@ def test_attention_of_queries_and_keys_is_the_pattern(untrained):
         untrained(tokens)
     _, cache = untrained.run_with_cache(tokens)
     for role, (layer, head) in untrained.assignment.decoys.items():
-        pattern = cache[f"blocks.{layer}.attn.hook_pattern"][:, head]
-        assert torch.allclose(attention(role), pattern, atol=1e-6)
+        assert torch.allclose(attention(role), cache[f"blocks.{layer}.attn.hook_pattern"][:, head], atol=1e-6)
 
 
 def test_the_loss_asks_for_the_decoys_attention_and_the_answers_alone_without_hints(planted, untrained):

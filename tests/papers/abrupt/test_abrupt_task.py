@@ -43,8 +43,7 @@ def test_labels_are_written_as_the_world_says_and_swapped_ones_are_the_next():
     plain, swapped = worlds.batch(5, 300, "train"), worlds.batch(5, 300, "swap")
     known = {}
     for batch, shift in ((plain, 0), (swapped, 1)):
-        written = nearest(contents(batch, SMALL)[:, 1::2], worlds._labels[0])
-        assert torch.equal(written, batch.context[0])
+        assert torch.equal(nearest(contents(batch, SMALL)[:, 1::2], worlds._labels[0]), batch.context[0])
         place = nearest(contents(batch, SMALL)[:, -1], worlds._means[0])
         for one, label in zip(place.tolist(), batch.label[0].tolist(), strict=True):
             assert known.setdefault(one, (label - shift) % 6) == (label - shift) % 6
@@ -86,8 +85,7 @@ def test_shares_of_bursty_and_context_sequences():
 
 
 def test_without_burst_no_sequence_is_bursty():
-    task = replace(SMALL, burst=0, n_classes=600)
-    assert Worlds([task], [1]).batch(0, 2000).right.float().mean() < 0.01
+    assert Worlds([replace(SMALL, burst=0, n_classes=600)], [1]).batch(0, 2000).right.float().mean() < 0.01
 
 
 def test_noise_keeps_the_length_and_lowers_the_likeness():
@@ -146,8 +144,7 @@ def test_prompts_know_their_gold(tmp_path):
 
 def test_targets_absent_from_the_context_have_no_correct_position():
     prompts = SMALL.sample(200, kind="iwl")
-    correct = prompts.relations["correct_label"]
-    assert len(correct) == int(prompts.latent["right"].any(1).sum()) < 200
+    assert len(prompts.relations["correct_label"]) == int(prompts.latent["right"].any(1).sum()) < 200
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,7 @@ def test_courses_are_means_over_seeds_and_keep_the_last_probe():
     assert sorted(found["step"].unique()) == [0, 2, 3] and rows["seed"].isna().all()
     model = found[found["of"] == "model"].set_index("step")["value"]
     assert model.to_dict() == pytest.approx({0: 0.25, 2: 0.45, 3: 0.55})
-    best = found[found["of"] == "best head"]["value"]
-    assert best.to_list() == pytest.approx([0.35] * 3)
+    assert found[found["of"] == "best head"]["value"].to_list() == pytest.approx([0.35] * 3)
 
 
 def test_the_prior_of_figure_7_goes_from_the_weakest_to_the_strongest():

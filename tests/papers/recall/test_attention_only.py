@@ -174,8 +174,7 @@ def test_the_verbs_work_on_it():
     rows = [[0, 31, 32, 0, 31, 5], [2, 31, 32, 2, 31, 7], [4, 31, 30, 4, 31, 9], [6, 31, 29, 6, 31, 11]]
     prompts = ac.Prompts.from_tokens(rows)
     model = AttentionOnly(AttentionOnlyConfig(WORLD.d_vocab, 8, d_head=4, init=0.8), seed=1)
-    scores = ac.score_heads(model, prompts)
-    assert set(scores.heads().frame["head"]) == {0, 1, 2}
+    assert set(ac.score_heads(model, prompts).heads().frame["head"]) == {0, 1, 2}
     intact = ac.evaluate(model, prompts)
     zero = ac.Ablate([(0, 0), (0, 1), (0, 2)], how="zero")
     silent = ac.evaluate(model, prompts, edits=[zero]).where(metric="log_prob", kind="all", offset=None).frame["value"]

@@ -211,8 +211,7 @@ def test_the_verbs_work_on_padded_prompts():
         for engine in ("fast", "reference")
     )
     assert fast.to_numpy() == pytest.approx(slow.to_numpy(), abs=1e-5)
-    scores = ac.score_heads(model, prompts)
-    assert set(scores.frame["metric"]) >= set(prompts.relations)
+    assert set(ac.score_heads(model, prompts).frame["metric"]) >= set(prompts.relations)
     assert len(ac.ablate_heads(model, prompts).frame)
 
 

@@ -260,8 +260,7 @@ def test_the_last_label_is_the_attribute_due(task):
     everything = task.batch(7, 20)[1]
     if isinstance(task, DemonstrationsTask):
         assert torch.equal(everything[asked], labels[asked])
-    before = tokens[asked]
-    assert bool((before == task.world.separator).all()) == task.world.relation_tokens
+    assert bool((tokens[asked] == task.world.separator).all()) == task.world.relation_tokens
 
 
 @pytest.mark.parametrize("task", TASKS)
