@@ -62,7 +62,8 @@ def lacking(jobs: Collection[Keys], kept: Any, anew: Collection[str] = ()) -> se
     """Returns the keys of the jobs that are to be measured.
 
     These are the jobs of which a table has no row, those that have one of the values of `anew`, and those that have
-    rows with one of these over their seeds.
+    rows with one of these over their seeds. So are those whose rows have the keys of such a job and more, such as what
+    is measured after a training that is done anew: `joined` takes the former out with the latter.
 
     Args:
         jobs: The keys of all jobs of a config.
@@ -71,7 +72,8 @@ def lacking(jobs: Collection[Keys], kept: Any, anew: Collection[str] = ()) -> se
     """
     found = {keys for keys in jobs if has_one(keys, anew) or not rows_of(kept, dict(keys)).any()}
     beside = {of_all_seeds(keys) for keys in found if are_over_seeds(kept, keys).any()}
-    return found | {keys for keys in jobs if of_all_seeds(keys) in beside}
+    found |= {keys for keys in jobs if of_all_seeds(keys) in beside}
+    return found | {keys for keys in jobs if any(set(other) < set(keys) for other in found)}
 
 
 def only(jobs: Callable[[Any, Inputs], Sequence[Measurement]], wanted: set[Keys]) -> Any:

@@ -74,8 +74,7 @@ def test_an_argmax_outside_the_candidates_does_not_count():
 def test_rounding_does_not_decide_a_tie():
     pattern = torch.tensor([[[0.3, 0.3 + 3e-8, 0.3 - 3e-8, 0.1]], [[0.3, 0.3001, 0.2999, 0.1]]])
     keys = torch.tensor([[True, False, False, False]] * 2)
-    got = hit_rate(pattern, keys, torch.ones(2, 4, dtype=torch.bool))
-    assert got.flatten().tolist() == pytest.approx([1 / 3, 0])
+    assert hit_rate(pattern, keys, torch.ones(2, 4, dtype=torch.bool)).flatten().tolist() == pytest.approx([1 / 3, 0])
 
 
 def test_nan_attention_is_not_a_miss():

@@ -104,8 +104,7 @@ def test_prompts_are_measured_in_batches_as_all_at_once(monkeypatch):
     np.testing.assert_array_equal(right[known], whole[known])
     assert (known.any(1) & ~known.all(1)).any()
     table = sets._table([(name, draw) for name, draw, _ in drawn], [*right]).where(kind="first")
-    first = (prompts.targets["kind"] == "first").to_numpy()
-    assert table.frame["n"].tolist() == known[:, first].sum(1).tolist()
+    assert table.frame["n"].tolist() == known[:, (prompts.targets["kind"] == "first").to_numpy()].sum(1).tolist()
     rows: Any = table.frame[table.frame["n"] > 0]
     assert ((rows["low"] <= rows["value"]) & (rows["value"] <= rows["high"])).all()
 

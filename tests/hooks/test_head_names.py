@@ -133,8 +133,7 @@ def test_names_of_senders_and_receivers():
 
     reads = "L0H0.q L0H1.q L0H2.q L0H3.q L0KV0.k L0KV1.k L0KV0.v L0KV1.v M0 logits"
     assert of(Graph(1, 4, 2)) == ("input L0H0 L0H1 L0H2 L0H3 M0", reads)
-    plain = of(Graph(1, 2, 2, mlps=False))
-    assert plain == ("input L0H0 L0H1", "L0H0.q L0H1.q L0H0.k L0H1.k L0H0.v L0H1.v logits")
+    assert of(Graph(1, 2, 2, mlps=False)) == ("input L0H0 L0H1", "L0H0.q L0H1.q L0H0.k L0H1.k L0H0.v L0H1.v logits")
     assert of(Graph(2, 1, 1))[0] == "input L0H0 M0 L1H0 M1"
 
 

@@ -95,8 +95,7 @@ def test_another_config_or_seed_is_another_cell(code, tmp_path):
     ]
     run(others, tmp_path / "results")
     assert calls(tmp_path) == ["2", "3", "2", "2"]
-    reordered = Job(job.function, {"trouble": None, "x": 2})
-    assert run([reordered], tmp_path / "results").frame["y"].tolist() == [4, 4]
+    assert run([Job(job.function, {"trouble": None, "x": 2})], tmp_path / "results").frame["y"].tolist() == [4, 4]
     assert len(calls(tmp_path)) == 4
 
 

@@ -90,3 +90,10 @@ def test_rows_over_seeds_are_measured_anew_with_all_their_seeds_or_not_at_all(mo
 def test_results_of_other_models_are_not_joined(more_seeds):
     new = table([("a", 2, 0.7)], name="another")
     refused("other models", more_seeds.joined, KEPT, new, {(("arm", "a"), ("seed", 2))})
+
+
+def test_what_is_measured_after_a_training_is_measured_again_where_the_training_is(more_seeds):
+    course, after = (("arm", "b"), ("seed", 0)), (("arm", "b"), ("part", "after"), ("seed", 0))
+    kept = table([("b", 0, 0.3), ("b", None, 0.3), ("b", 0, 0.4)]).frame.assign(part=["course", "course", "after"])
+    assert more_seeds.lacking({course, after}, kept) == set()
+    assert more_seeds.lacking({course, after, (("arm", "b"), ("seed", 1))}, kept) >= {course, after}

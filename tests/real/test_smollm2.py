@@ -87,8 +87,7 @@ def test_the_tokens_of_plain_transformers_but_for_spaces_before_digits(model, pl
 )
 def test_it_answers(model, text, answer):
     for bos in (False, True):
-        tokens = model.to_tokens(text, prepend_bos=bos)
-        assert model.tokenizer.decode(logits(model, tokens)[0, -1].argmax()) == answer
+        assert model.tokenizer.decode(logits(model, model.to_tokens(text, prepend_bos=bos))[0, -1].argmax()) == answer
 
 
 def test_it_is_saved_and_read_again(model, tmp_path):

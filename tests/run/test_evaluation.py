@@ -176,8 +176,7 @@ def test_two_models_are_compared_by_prompt(llama, prompts):
     task = prompts
     better, worse = ac.evaluate(ac.planted_circuit(TASK, seed=0), task), ac.evaluate(llama, task)
     gain = better - worse
-    row = gain.where(predictor="model", metric="accuracy", kind="all", offset=ALL_OFFSETS).frame.iloc[0]
-    assert row["low"] > 0
+    assert gain.where(predictor="model", metric="accuracy", kind="all", offset=ALL_OFFSETS).frame.iloc[0]["low"] > 0
     assert frame_of(gain, predictor="oracle")["value"].abs().max() == 0
 
 

@@ -158,8 +158,7 @@ def test_progress_measures_beside_loops():
 def test_measures_of_an_untrained_network_are_at_chance():
     net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=1e-4), [0, 1])
     measures = measure(net, Evaluation.of(Worlds([TASK, TASK], [0, 1]), 400))
-    even = np.mean([1 / (i + 1) for i in range(1, 7)])
-    assert measures["ila1"].tolist() == pytest.approx([even] * 2, abs=1e-3)
+    assert measures["ila1"].tolist() == pytest.approx([np.mean([1 / (i + 1) for i in range(1, 7)])] * 2, abs=1e-3)
     assert measures["tla2"].tolist() == pytest.approx([3 / 7] * 2, abs=1e-3)
     assert measures["tila2"].tolist() == pytest.approx([1 / 7] * 2, abs=1e-3)
     assert measures["cla"].tolist() == pytest.approx([1 / 2] * 2, abs=0.1)

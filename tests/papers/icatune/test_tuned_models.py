@@ -278,8 +278,7 @@ def test_conjecture_prompts_hold_one_alignment_each():
             for phrase, letter in enumerate(letters):
                 assert letter_of.setdefault(symbols[aligned[phrase]], letter) == letter
         assert len(set(letter_of.values())) == 4
-    found = align_by_em(drawn["x"][0, :-1], drawn["y"][0, :-1])
-    assert list(found.alignment) == drawn["aligned"][0, 0].tolist()
+    assert list(align_by_em(drawn["x"][0, :-1], drawn["y"][0, :-1]).alignment) == drawn["aligned"][0, 0].tolist()
     assert conjecture.by_em(drawn["x"][0], drawn["y"][0]).all()
 
 

@@ -243,8 +243,7 @@ def test_the_printed_weights_fail_on_shared_values_alone_where_the_paper_says_th
     assert wrong_places(pretrained(WORLD, 18, 3, corrections=()), 3) == {"attribute", "slot", "subject"}
     unshared = RecallWorld.small(relation_tokens=True, n_values=(16, 16, 16))
     tokens = torch.tensor([[2, unshared.grammar_ids[0], unshared.relation_ids[1], unshared.separator]])
-    model = pretrained(unshared, 18, 2, corrections=()).model()
-    assert int(model.last(tokens).argmax()) == unshared.facts[1, 2]
+    assert int(pretrained(unshared, 18, 2, corrections=()).model().last(tokens).argmax()) == unshared.facts[1, 2]
 
 
 @pytest.mark.parametrize("beta", [30.0, 300.0])
