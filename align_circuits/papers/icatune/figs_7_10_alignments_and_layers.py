@@ -219,8 +219,8 @@ FIG10 = Experiment(
         paper=Layers(
             replace(PAPER_ICA, config={**PAPER, "steps": 1000}, seeds=(0,)), (1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31)
         ),
-        smollm2=Layers(  # seeds 1 to 4 were registered after seed 0 was seen
-            replace(SMOLLM2_ICA, config={**SMOLLM2, "projections": ("q", "k")}, seeds=(0, 1, 2, 3, 4)),
+        smollm2=Layers(  # seeds 1 to 4 were registered after seed 0 was seen, and seed 5 after these
+            replace(SMOLLM2_ICA, config={**SMOLLM2, "projections": ("q", "k")}, seeds=(0, 1, 2, 3, 4, 5)),
             (4, 8, 12, 16, 20),
             n=32,
         ),
